@@ -1,0 +1,118 @@
+"""What happens to each named activation between F and B: saved, offloaded or recomputed.
+
+Blocks name their activations with `jax.ad_checkpoint.checkpoint_name`; the pipeline itself names each block's input
+`block_input`. An `Offload` says which names stay in device memory, which travel to pinned host memory and back, and
+which are recomputed by B. Everything without a name is recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from pipejax import jaxprs
+
+BLOCK_INPUT = "block_input"
+
+Policy = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fates:
+    """The names of one block's activations, sorted by fate; the three sets are disjoint and cover every name."""
+
+    saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+    def forward_policy(self) -> Policy:
+        """The `jax.checkpoint` policy that F runs under: it types the offloaded residuals as pinned host memory."""
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.saved),
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+    def backward_policy(self) -> Policy:
+        """The save-only twin of `forward_policy`, under which B takes residuals that are already back on the device."""
+        return jax.checkpoint_policies.save_only_these_names(*self.saved, *self.offloaded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """Names by fate; None stands for every name that no other field claims.
+
+    At most one of the three fields may be None. Use `Offload.none()` to keep all named activations on the device,
+    `Offload.full()` to send all of them through pinned host memory (PipeOffload's PO-F, arXiv 2503.01328 section 4),
+    or name activations one by one.
+
+    Attributes:
+      saved: names kept in device memory.
+      offloaded: names that go to pinned host memory after F and come back before B.
+      recomputed: names that B computes again.
+    """
+
+    saved: tuple[str, ...] | None = ()
+    offloaded: tuple[str, ...] | None = ()
+    recomputed: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        fields = (self.saved, self.offloaded, self.recomputed)
+        if sum(field is None for field in fields) > 1:
+            raise ValueError("Offload: only one of saved, offloaded, recomputed may be None (None takes what is left).")
+        for field in fields:
+            if isinstance(field, str):
+                raise ValueError(f"Offload: write the names as a tuple, ({field!r},), not as one string.")
+        names = [name for field in fields if field is not None for name in field]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"Offload: {', '.join(twice)} is listed twice; give each name one fate.")
+
+    @classmethod
+    def none(cls, *, recomputed: Iterable[str] = ()) -> Offload:
+        """All named activations stay in device memory, but for those in `recomputed`."""
+        return cls(saved=None, offloaded=(), recomputed=tuple(recomputed))
+
+    @classmethod
+    def full(cls, *, saved: Iterable[str] = (), recomputed: Iterable[str] = ()) -> Offload:
+        """All named activations go through pinned host memory, but for those in `saved` and `recomputed`."""
+        return cls(saved=tuple(saved), offloaded=None, recomputed=tuple(recomputed))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is meant to leave the device."""
+        return self.offloaded is None or len(self.offloaded) > 0
+
+    def fates(self, names: Iterable[str]) -> Fates:
+        """Gives each of a block's names its fate.
+
+        Args:
+          names: the names that the block's program holds, `block_input` among them.
+
+        Raises:
+          ValueError: a name listed here is none of the block's.
+        """
+        there = sorted(set(names))
+        given = {name: fate for fate in ("saved", "offloaded", "recomputed") for name in getattr(self, fate) or ()}
+        unknown = sorted(set(given) - set(there))
+        if unknown:
+            raise ValueError(
+                f"Offload: no activation of the block is named {', '.join(map(repr, unknown))}; "
+                f"the names there are: {', '.join(there)}."
+            )
+        rest = next((fate for fate in ("saved", "offloaded", "recomputed") if getattr(self, fate) is None), "recomputed")
+        sorted_by_fate: dict[str, list[str]] = {"saved": [], "offloaded": [], "recomputed": []}
+        for name in there:
+            sorted_by_fate[given.get(name, rest)].append(name)
+        return Fates(**{fate: tuple(found) for fate, found in sorted_by_fate.items()})
+
+
+def activation_names(block: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    """The `checkpoint_name`s in a block's program, sorted; `args` may be arrays or `jax.ShapeDtypeStruct`s."""
+    closed = jax.make_jaxpr(block)(*args)
+    found = {eqn.params["name"] for eqn in jaxprs.all_equations(closed.jaxpr) if eqn.primitive.name == "name"}
+    return tuple(sorted(found))

@@ -1,0 +1,290 @@
+"""`Pipeline`: a Flax model cut into stages and trained through one scanned pipeline."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipejax import layout as layouts
+from pipejax import program as programs
+from pipejax.offload import BLOCK_INPUT, Offload, activation_names
+from pipejax.parts import as_part
+from pipejax.runtime.execute import AXIS, Executor
+from pipejax.runtime.step import Functions
+from pipejax.schedules import Schedule, ScheduleSpec, check
+from pipejax.tied import Ties
+
+_EMBED, _HEAD, _LAYERS = range(3)  # what the init key is folded with
+
+
+class Pipeline:
+    """A model of `embed`, `num_layers` times `block`, and `head`, pipelined over the mesh axis `pipe`.
+
+    Each part is a Flax linen module, an nnx factory (a class or partial that takes `rngs`), or a `pj.Part` of plain
+    functions. `batch` is a dict of arrays whose leading axis is the sample; every part gets the whole dict of one
+    microbatch, so that masks, positions or segment ids reach every block:
+
+      embed(batch) -> x
+      block(x, batch) -> x, or (x, auxiliary loss sum)
+      head(x, batch) -> (loss sum, weight), float32 scalars; the weight, a token count, is no function of parameters
+
+    The loss is (sum of losses + sum of auxiliary losses) / (sum of weights) over the whole batch, whatever the number
+    of microbatches.
+
+    Parameters are {"embed", "layers", "head"}. Leaves of "layers" are [pipe, chunks, layers_per_chunk, ...], sharded
+    over `pipe`; where the stages do not divide the layers, fillers are zeros that stay zero. Leaves of the other two
+    rest in shards over `pipe` along the first axis that it divides, and are gathered for a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed: Any,
+        block: Any,
+        head: Any,
+        num_layers: int,
+        mesh: Mesh,
+        schedule: ScheduleSpec,
+        offload: Offload,
+        num_microbatches: int,
+        tied: dict[str, str] | None = None,
+        ring_fill: float = 0.0,
+    ) -> None:
+        """Checks the configuration and builds the schedule and its program; compiles nothing.
+
+        Args:
+          embed, block, head: the model's parts.
+          num_layers: how many blocks.
+          mesh: has an axis `pipe`, see `pj.make_mesh`.
+          schedule: what runs when, from `pj.schedules`.
+          offload: what happens to the blocks' named activations between F and B.
+          num_microbatches: how many parts the batch is cut into; it must divide the batch.
+          tied: parameters of the head that are parameters of the embedding, as {"head.path": "embed.path"}; both have
+            one shape.
+          ring_fill: what buffers hold before anything is stored. The result must not depend on it: tests pass NaN.
+
+        Raises:
+          ValueError: an argument that cannot work, with what to change.
+        """
+        if AXIS not in mesh.axis_names:
+            raise ValueError(
+                f"Pipeline: the mesh has the axes {tuple(mesh.axis_names)} and none named 'pipe'; "
+                "make it with pj.make_mesh(pipe=...)."
+            )
+        if not isinstance(schedule, ScheduleSpec):
+            raise ValueError(
+                f"Pipeline: schedule is {schedule!r}; pass one of pj.schedules, such as "
+                "pj.schedules.Interleaved(chunks=2), or pj.schedules.by_name(...)."
+            )
+        if not isinstance(offload, Offload):
+            raise ValueError(f"Pipeline: offload is {offload!r}; pass pj.Offload.none() or pj.Offload.full().")
+        if num_microbatches < 1:
+            raise ValueError(f"Pipeline: num_microbatches is {num_microbatches}; it must be 1 or more.")
+        self.embed, self.block, self.head = as_part(embed, "embed"), as_part(block, "block"), as_part(head, "head")
+        self.mesh, self.offload, self.num_microbatches = mesh, offload, num_microbatches
+        self.num_layers = num_layers
+        self.ties = Ties.parse(tied or {})
+        devices = mesh.shape[AXIS]
+        transfer_ticks = programs.TRANSFER_TICKS if offload.moves else 0
+        self.plan: Schedule = schedule.build(
+            devices=devices, microbatches=num_microbatches, transfer_ticks=transfer_ticks
+        )
+        check(self.plan)
+        self.program = programs.build(self.plan, offload=offload.moves)
+        self._forward_program = programs.build_forward(self.plan)
+        self.layout = layouts.spread(num_layers=num_layers, placement=self.plan.placement)
+        self._ring_fill = ring_fill
+        self._structs: Any = None
+        self._value_and_grad = jax.jit(self._traced_value_and_grad)
+        self._loss = jax.jit(self._traced_loss)
+
+    def init(self, key: jax.Array, batch: Any) -> Any:
+        """Initialises the parameters, each where it rests.
+
+        Layers are initialised by their index in the model: one key gives one model, whatever the pipeline.
+
+        Args:
+          key: a PRNG key.
+          batch: a batch, or `jax.ShapeDtypeStruct`s of one.
+
+        Returns:
+          {"embed", "layers", "head"}.
+        """
+        self.describe(batch)
+        return jax.jit(functools.partial(self._init, batch=self._microbatch(batch)), out_shardings=self.shardings)(key)
+
+    def value_and_grad(self, params: Any, batch: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """The loss and its gradients.
+
+        Args:
+          params: from `init` or `from_layers`.
+          batch: a dict of arrays, leading axis `num_microbatches` times the microbatch.
+          key: seeds dropout, folded with layer and microbatch; fold the step into it. None runs the modules in
+            evaluation mode.
+
+        Returns:
+          The loss, a float32 scalar, and float32 gradients shaped and sharded as `params`.
+        """
+        self.describe(batch)
+        return self._value_and_grad(params, batch, key)
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """The loss alone, forward only and in evaluation mode; arguments as for `value_and_grad`."""
+        self.describe(batch)
+        return self._loss(params, batch)
+
+    def to_layers(self, params: Any) -> Any:
+        """Parameters, or any tree of their structure, with "layers" leaves [num_layers, ...] in model order."""
+        return {**params, "layers": jax.tree.map(self.layout.to_layers, params["layers"])}
+
+    def from_layers(self, params: Any) -> Any:
+        """The inverse of `to_layers`, whatever layout the tree came from; put the result under `shardings`."""
+        return {**params, "layers": jax.tree.map(self.layout.from_layers, params["layers"])}
+
+    @property
+    def shardings(self) -> Any:
+        """A tree of `NamedSharding` for the parameters; known once `init` or `describe` has seen a batch."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self._specs(), is_leaf=_is_spec)
+
+    @property
+    def structs(self) -> Any:
+        """A tree of `jax.ShapeDtypeStruct` for the parameters; known once `init` or `describe` has seen a batch."""
+        if self._structs is None:
+            raise RuntimeError("Pipeline: call init(key, batch) or describe(batch) first; shapes follow from a batch.")
+        return self._structs
+
+    def describe(self, batch: Any) -> None:
+        """Works out all shapes from a batch, without computing anything, and checks that the parts fit together.
+
+        Raises:
+          ValueError: the batch or a part does not fit, with what to change.
+        """
+        microbatch = self._microbatch(batch)
+        if self._structs is not None and self._described == _signature(microbatch):
+            return
+        structs = jax.eval_shape(functools.partial(self._init, batch=microbatch, mapped=False), jax.random.key(0))
+        x = jax.eval_shape(self._embed, structs["embed"], microbatch, None)
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[3:], leaf.dtype), structs["layers"])
+        self._check_parts(structs, layer, x, microbatch)
+        self._structs, self._described = structs, _signature(microbatch)
+        self.fates = self.offload.fates(activation_names(self._block, layer, x, microbatch, None))
+
+    def executor(self) -> Executor:
+        """The runtime for this pipeline; `describe` must have seen a batch."""
+        return Executor(
+            mesh=self.mesh,
+            layout=self.layout,
+            functions=Functions(embed=self._embed, head=self._head),
+            block=self._block,
+            fates=self.fates,
+            specs=self.ties.join(self._specs()),
+            fill=self._ring_fill,
+        )
+
+    def split_batch(self, batch: Any) -> Any:
+        """[num_microbatches * microbatch, ...] → [num_microbatches, microbatch, ...], samples in order."""
+        return jax.tree.map(lambda leaf: leaf.reshape(self.num_microbatches, -1, *leaf.shape[1:]), batch)
+
+    def _traced_value_and_grad(self, params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
+        whole = self.ties.join(params)
+        executor = self.executor()
+        loss, grads, _ = executor.value_and_grad(self.program, whole, self.split_batch(batch), key)
+        return loss, self.ties.split_gradients(grads)
+
+    def _traced_loss(self, params: Any, batch: Any) -> jax.Array:
+        return self.executor().loss(self._forward_program, self.ties.join(params), self.split_batch(batch))
+
+    def _embed(self, params: Any, batch: Any, key: Any) -> jax.Array:
+        return self.embed.apply(params, key, batch)
+
+    def _block(self, params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        out = self.block.apply(params, key, checkpoint_name(x, BLOCK_INPUT), batch)
+        return out if isinstance(out, tuple) else (out, jnp.float32(0))
+
+    def _head(self, params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
+        loss, weight = self.head.apply(params, key, x, batch)
+        return loss.astype(jnp.float32), jnp.asarray(weight, jnp.float32)
+
+    def _init(self, key: jax.Array, *, batch: Any, mapped: bool = True) -> Any:
+        """Parameters at rest; `mapped` initialises each device's layers on that device."""
+        embed = self.embed.init(jax.random.fold_in(key, _EMBED), batch)
+        x = jax.eval_shape(self._embed, embed, batch, None)
+        head = self.head.init(jax.random.fold_in(key, _HEAD), x, batch)
+
+        def layers(key: jax.Array, index: jax.Array) -> Any:
+            stacked = jax.vmap(lambda layer: self.block.init(jax.random.fold_in(key, layer), x, batch))(index.reshape(-1))
+            return jax.tree.map(lambda leaf: _blank(leaf, index), stacked)
+
+        if mapped:
+            specs = (PartitionSpec(), PartitionSpec(AXIS))
+            layers = jax.shard_map(layers, mesh=self.mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+        params = {"embed": embed, "layers": layers(jax.random.fold_in(key, _LAYERS), self.layout.layer), "head": head}
+        self.ties.check(params)
+        return self.ties.strip(params)
+
+    def _specs(self) -> Any:
+        pipe = self.mesh.shape[AXIS]
+        rest = {part: jax.tree.map(lambda leaf: _rest_spec(leaf.shape, pipe), self.structs[part]) for part in ("embed", "head")}
+        return {**rest, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), self.structs["layers"])}
+
+    def _microbatch(self, batch: Any) -> Any:
+        """Shapes of one microbatch, after checking that the batch can be cut."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        sizes = {jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else None for path, leaf in leaves}
+        if not sizes or None in sizes.values() or len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"Pipeline: every array of the batch needs the same leading axis, its samples; these have {sizes}."
+            )
+        (samples,) = set(sizes.values())
+        if samples % self.num_microbatches or not samples:
+            raise ValueError(
+                f"Pipeline: {self.num_microbatches} microbatches do not divide a batch of {samples} samples; "
+                "change the batch size or num_microbatches."
+            )
+        size = samples // self.num_microbatches
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
+
+    def _check_parts(self, structs: Any, layer: Any, x: Any, batch: Any) -> None:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(f"Pipeline: embed must return one array, the first block's input; it returns {x}.")
+        y, aux = jax.eval_shape(self._block, layer, x, batch, None)
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"Pipeline: the block turns {x.dtype}{list(x.shape)} into {y.dtype}{list(y.shape)}; blocks follow one "
+                "another, so make shape and dtype of its output those of its input."
+            )
+        head = self.ties.join(structs)["head"]
+        loss, weight = jax.eval_shape(self._head, head, x, batch, None)
+        if aux.shape or loss.shape or weight.shape:
+            raise ValueError(
+                f"Pipeline: losses and weights are scalars, sums over a microbatch; the auxiliary loss has shape "
+                f"{aux.shape}, the head's loss {loss.shape}, its weight {weight.shape}."
+            )
+
+
+def _blank(leaf: jax.Array, index: jax.Array) -> jax.Array:
+    """Stacked layers [positions, ...] shaped as `index`, zero where a position is a filler."""
+    filler = (index.reshape(-1) < 0).reshape((-1,) + (1,) * (leaf.ndim - 1))
+    return jnp.where(filler, jnp.zeros((), leaf.dtype), leaf).reshape(*index.shape, *leaf.shape[1:])
+
+
+def _rest_spec(shape: tuple[int, ...], pipe: int) -> PartitionSpec:
+    """Shards the first axis that the pipeline divides; an array with none is held by every device."""
+    for axis, size in enumerate(shape):
+        if size and size % pipe == 0:
+            return PartitionSpec(*(None,) * axis, AXIS)
+    return PartitionSpec()
+
+
+def _signature(microbatch: Any) -> Any:
+    leaves, tree = jax.tree.flatten(microbatch)
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

@@ -1,0 +1,116 @@
+"""Proves a program by running it on names: every slot holds the pass that its reader wants when it is read.
+
+Independent of how slots were assigned: it walks the phases as the runtime does and keeps, for each buffer of each
+device, what was stored last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipejax.program import COLUMNS, Program, ProgramError
+from pipejax.schedules.schedule import Kind
+
+_Slots = dict[tuple[str, int, int], Any]  # (buffer, device, slot) -> the pass that wrote it
+
+
+def check_program(program: Program) -> None:
+    """Checks every read of every device and tick.
+
+    Raises:
+      ProgramError: a slot is read before it is written or after it is reused, or a pass is missing; names device,
+        tick and pass.
+    """
+    _Walk(program).run()
+
+
+class _Walk:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.stage = program.schedule.placement.stage
+        self.slots: _Slots = {}
+        self.out: dict[int, Any] = {}  # staged for the host: the last tick's F of each device
+        self.arrived: dict[int, Any] = {}  # read from the host for the next B
+        self.done: set[tuple[Kind, int, int]] = set()
+        self.columns = {name: program.column(name) for name in COLUMNS}
+
+    def run(self) -> None:
+        for phase in self.program.phases:
+            if phase.flush is not None:
+                self._write(phase.flush)
+                self.out = {}
+            if phase.prefetch is not None:
+                self._read(phase.prefetch)
+            for tick in range(phase.start, phase.stop):
+                self._tick(tick, forward=phase.forward, backward=phase.backward)
+        schedule = self.program.schedule
+        kinds = {kind for kind, _, _ in self.done}
+        if len(self.done) != len(kinds) * schedule.devices * schedule.chunks * schedule.microbatches:
+            raise ProgramError("a pass is missing from the program's phases.")
+
+    def _at(self, column: str, device: int, tick: int) -> int:
+        return int(self.columns[column][device, tick])
+
+    def _write(self, tick: int) -> None:
+        for device in range(self.program.schedule.devices):
+            self.slots["host", device, self._at("host_write", device, tick)] = self.out.get(device)
+
+    def _read(self, tick: int) -> None:
+        for device in range(self.program.schedule.devices):
+            self.arrived[device] = self.slots.get(("host", device, self._at("host_read", device, tick)))
+
+    def _tick(self, tick: int, *, forward: bool, backward: bool) -> None:
+        program = self.program
+        devices = program.schedule.devices
+        last = devices * program.schedule.chunks - 1
+        arrived = dict(self.arrived)
+        if program.offload and forward:
+            self._write(tick)
+        sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
+        self.out = {}
+        for device in range(devices if forward else 0):
+            stage = int(self.stage[device, self._at("f_chunk", device, tick)])
+            unit = (stage, self._at("f_microbatch", device, tick))
+            valid = bool(self._at("f_valid", device, tick))
+            if valid and stage > 0:
+                self._expect("x", device, tick, "f_source", (stage - 1, unit[1]))
+            self.slots["kept", device, self._at("f_store", device, tick)] = unit if valid else None
+            self.out[device] = sent[Kind.F][device] = unit if valid else None
+            if valid:
+                self.done.add((Kind.F, *unit))
+            if bool(self._at("f_head", device, tick)) != (valid and stage == last):
+                raise ProgramError(f"device {device}, tick {tick}: the head runs where F is not of the last stage.")
+            if valid and stage == last:
+                self.slots["dy", device, self._at("head_store", device, tick)] = (stage + 1, unit[1])
+        if program.offload and backward:
+            self._read(tick)
+        for device in range(devices if backward else 0):
+            stage = int(self.stage[device, self._at("b_chunk", device, tick)])
+            unit = (stage, self._at("b_microbatch", device, tick))
+            valid = bool(self._at("b_valid", device, tick))
+            if valid:
+                self._expect("dy", device, tick, "b_source", (stage + 1, unit[1]))
+                self._expect("kept", device, tick, "b_load", unit)
+                if program.offload and arrived.get(device) != unit:
+                    raise ProgramError(
+                        f"device {device}, tick {tick}: B of stage {stage}, microbatch {unit[1]} finds residuals of "
+                        f"{arrived.get(device)} read from the host."
+                    )
+                self.done.add((Kind.B, *unit))
+            sent[Kind.B][device] = unit if valid else None
+        for device in range(devices):
+            if forward:
+                value = sent[Kind.F][(device - 1) % devices]
+                self.slots["x", device, self._at("f_receive", device, tick)] = value
+            if backward:
+                value = sent[Kind.B][(device + 1) % devices]
+                self.slots["dy", device, self._at("b_receive", device, tick)] = value
+
+    def _expect(self, buffer: str, device: int, tick: int, column: str, wanted: tuple[int, int]) -> None:
+        slot = self._at(column, device, tick)
+        found = self.slots.get((buffer, device, slot))
+        if found != wanted:
+            raise ProgramError(
+                f"device {device}, tick {tick}: {buffer} slot {slot} should hold stage {wanted[0]}, microbatch "
+                f"{wanted[1]}, and holds {found}: it is read before it is written or after it is reused."
+            )
