@@ -168,7 +168,7 @@ class Step:
                     lambda ring, value: rings.store_host(ring, value, row["host_write"]), carry["host"], carry["out"]
                 )
         if phase.forward:
-            carry = self._forward(carry, row)
+            carry, row = self._forward(carry, row)
         if self.program.offload and phase.backward:
             carry["in"] = _map(lambda ring: rings.load_host(ring, row["host_read"]), carry["host"])
         if phase.backward:
@@ -187,14 +187,13 @@ class Step:
         x = _when(row["f_embed"], embed, x)
         return x, batch, self.local.layer_keys(row["f_chunk"], row["f_microbatch"]), carry
 
-    def _forward(self, carry: dict[str, Any], row: Row) -> dict[str, Any]:
+    def _forward(self, carry: dict[str, Any], row: Row) -> tuple[dict[str, Any], Row]:
         x, batch, keys, carry = self._forward_input(carry, row)
         chunk = row["f_chunk"]
         count = self.local.chunk_layers[chunk]
         y, aux, values = self.chunk.forward(_pick(self.local.layers, chunk), x, batch, keys, count)
-        if self.program.offload:
-            # The host writes end before y is used, the host reads begin after: each has half a tick (DESIGN trap 6).
-            carry["host"], y = lax.optimization_barrier((carry["host"], y))
+        # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
+        y, row = lax.optimization_barrier((y, {**row}))
         carry["loss"] += jnp.where(row["f_valid"] > 0, aux, 0)
         kept, moved = self.chunk.residuals.split(values)
         carry["kept"] = _map(lambda ring, value: rings.store(ring, value, row["f_store"]), carry["kept"], kept)
@@ -202,7 +201,7 @@ class Step:
             carry["out"] = moved
         carry = self._head(carry, row, y, batch)
         carry["x"] = rings.store(carry["x"], self._send(y, 1), row["f_receive"])
-        return carry
+        return carry, row
 
     def _head(self, carry: dict[str, Any], row: Row, y: jax.Array, batch: Any) -> dict[str, Any]:
         """Loss, and head forward and backward in one go, where F was of the last stage."""
