@@ -1,0 +1,104 @@
+"""Programs: slots, phases and transfers, proven by a walk that knows nothing of how they were made."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipejax import program as programs
+from pipejax.program import COLUMNS, ProgramError, assign_slots
+from pipejax.program_check import check_program
+from pipejax.schedules import GPipe, Interleaved, OneFOneB
+
+SPECS = [GPipe(chunks=1), GPipe(chunks=3), OneFOneB(), Interleaved(chunks=2), Interleaved(chunks=3)]
+
+
+def build(spec, devices, microbatches, *, offload):
+    ticks = programs.TRANSFER_TICKS if offload else 0
+    schedule = spec.build(devices=devices, microbatches=microbatches, transfer_ticks=ticks)
+    return programs.build(schedule, offload=offload)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_read_finds_what_it_wants(spec, offload):
+    for devices in (1, 2, 3, 4, 8):
+        for microbatches in {1, max(devices - 1, 1), devices, devices + 1, 2 * devices + 3}:
+            check_program(build(spec, devices, microbatches, offload=offload))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 40), st.booleans())
+def test_every_read_finds_what_it_wants_anywhere(spec, devices, microbatches, offload):
+    check_program(build(spec, devices, microbatches, offload=offload))
+
+
+@pytest.mark.parametrize("column", ["f_source", "f_store", "f_receive", "b_source", "b_load", "b_receive"])
+def test_a_wrong_slot_is_found(column):
+    program = build(Interleaved(chunks=2), 3, 10, offload=False)
+    found = 0
+    for device in range(3):
+        for tick in range(program.table.shape[1]):
+            table = program.table.copy()
+            table[device, tick, COLUMNS.index(column)] += 1
+            try:
+                check_program(dataclasses.replace(program, table=table))
+            except ProgramError as error:
+                assert "read before it is written or after it is reused" in str(error)
+                found += 1
+    assert found >= 30
+
+
+@pytest.mark.parametrize("column", ["host_write", "host_read"])
+def test_a_wrong_host_slot_is_found(column):
+    program = build(Interleaved(chunks=2), 2, 4, offload=True)
+    table = program.table.copy()
+    table[0, :, COLUMNS.index(column)] = 0
+    with pytest.raises(ProgramError, match="read from the host"):
+        check_program(dataclasses.replace(program, table=table))
+
+
+def test_memory_is_flat_in_microbatches():
+    """Without offload (v + 1) p residuals, Megatron's interleaved 1F1B, give or take those of the last tick."""
+    for devices, chunks in ((4, 2), (8, 2), (8, 4)):
+        slots = {
+            build(Interleaved(chunks=chunks), devices, m * devices, offload=False).residual_slots for m in (4, 8, 16)
+        }
+        assert len(slots) == 1
+        assert slots.pop() <= (chunks + 1) * devices
+
+
+def test_host_memory_is_flat_in_microbatches():
+    slots = {build(Interleaved(chunks=2), 8, m, offload=True).host_slots for m in (32, 64, 128)}
+    assert len(slots) == 1
+    assert slots.pop() <= 3 * 8
+
+
+def test_time_does_not_depend_on_offload():
+    """Delaying B by two ticks adds F-only and B-only ticks in place of nothing: m v + p - 1 of each kind in all."""
+    for offload in (False, True):
+        program = build(Interleaved(chunks=2), 4, 12, offload=offload)
+        for flag in ("forward", "backward"):
+            ticks = sum(phase.stop - phase.start for phase in program.phases if getattr(phase, flag))
+            assert ticks == 12 * 2 + 4 - 1
+
+
+def test_offload_needs_time_between_forward_and_backward():
+    schedule = Interleaved(chunks=2).build(devices=2, microbatches=4)
+    with pytest.raises(ProgramError, match="transfer_ticks=2"):
+        programs.build(schedule, offload=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=60))
+def test_slots_are_disjoint_and_as_few_as_can_be(pairs):
+    intervals = [(start, start + length) for start, length in pairs]
+    slots, count = assign_slots(intervals)
+    usage = np.zeros((max(count, 1), 80), int)
+    overlap = np.zeros(80, int)
+    for slot, (start, end) in zip(slots, intervals, strict=True):
+        usage[slot, start : end + 1] += 1
+        overlap[start : end + 1] += 1
+    assert usage.max() <= 1
+    assert count == overlap.max()
