@@ -128,7 +128,7 @@ def test_evaluation_between_training_steps():
         evaluated = float(pipe.loss(params, batch))
         loss, grads = pipe.value_and_grad(params, batch)
         np.testing.assert_allclose(evaluated, float(loss), rtol=1e-6)
-        params = jax.tree.map(lambda leaf, grad: leaf - 0.05 * grad, params, grads)
+        params = jax.tree.map(lambda leaf, grad: leaf - 1e-3 * grad, params, grads)
     assert float(pipe.loss(params, batch)) < evaluated
 
 

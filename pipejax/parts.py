@@ -1,0 +1,140 @@
+"""Parts of a model as pure functions: Flax linen modules, nnx factories, or plain functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece of a model: how to make its parameters, and how to apply them.
+
+    Plain functions come into a pipeline as one of these.
+
+    Attributes:
+      init: (key, *inputs) -> parameters, nested dicts with string keys. Inputs may be `jax.ShapeDtypeStruct`s.
+      apply: (parameters, key, *inputs) -> outputs. The key is None in evaluation, else it seeds dropout. Parts made
+        from Flax modules also take `method`, the name of the module's method to call instead of the module.
+    """
+
+    init: Callable[..., Tree]
+    apply: Callable[..., Any]
+
+
+def as_part(module: Any, role: str) -> Part:
+    """A model piece as a `Part`.
+
+    Args:
+      module: a linen module; an nnx factory, that is a class or any callable that takes the keyword `rngs` and returns
+        an `nnx.Module`; or a `Part`.
+      role: "embed", "block" or "head", for messages.
+
+    Raises:
+      ValueError: it is none of these, or holds state other than parameters and random streams.
+    """
+    if isinstance(module, Part):
+        return module
+    if isinstance(module, linen.Module):
+        return Part(init=functools.partial(_linen_init, module, role), apply=functools.partial(_linen_apply, module))
+    if isinstance(module, nnx.Module) or not callable(module):
+        raise ValueError(
+            f"{role}: pass a linen module, a pj.Part of functions, or a callable that takes `rngs` and makes an nnx "
+            f"module (a class or functools.partial), not {type(module).__name__}."
+        )
+    return _nnx_part(module, role)
+
+
+def _linen_init(module: linen.Module, role: str, key: jax.Array, *inputs: Any) -> Tree:
+    arrays = [jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), value) for value in inputs]
+    params, dropout = jax.random.split(key)
+    variables = module.init({"params": params, "dropout": dropout}, *arrays, **_deterministic(module, None, True))
+    extra = sorted(set(variables) - {"params"})
+    if extra:
+        raise ValueError(
+            f"{role}: {type(module).__name__} keeps {', '.join(extra)} besides its parameters; a pipelined part must "
+            "be a function of parameters and inputs, so take that state out (LayerNorm in place of BatchNorm, say)."
+        )
+    return linen.meta.unbox(variables.get("params", {}))
+
+
+def _linen_apply(module: linen.Module, params: Tree, key: Any, *inputs: Any, method: str | None = None) -> Any:
+    rngs = None if key is None else {"dropout": key}
+    extra = _deterministic(module, method, key is None)
+    return module.apply({"params": params}, *inputs, rngs=rngs, method=method, **extra)
+
+
+def _deterministic(module: linen.Module, method: str | None, value: bool) -> dict[str, bool]:
+    takes = inspect.signature(getattr(module, method or "__call__")).parameters
+    return {"deterministic": value} if "deterministic" in takes else {}
+
+
+def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
+    def make(key: jax.Array) -> nnx.Module:
+        params, dropout = jax.random.split(key)
+        return factory(rngs=nnx.Rngs(params=params, dropout=dropout))
+
+    try:
+        abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    except TypeError as error:
+        if "rngs" not in str(error):
+            raise
+        raise ValueError(
+            f"{role}: {factory!r} does not take the keyword `rngs`; wrap it, as in "
+            "functools.partial(Block, config), so that pipejax can call it with rngs=nnx.Rngs(...)."
+        ) from error
+    graph, params, streams, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    if jax.tree.leaves(rest):
+        raise ValueError(
+            f"{role}: {type(abstract).__name__} keeps state besides its parameters ({rest}); a pipelined part must be "
+            "a function of parameters and inputs, so take that state out (LayerNorm in place of BatchNorm, say)."
+        )
+
+    def init(key: jax.Array, *inputs: Any) -> Tree:
+        del inputs  # an nnx module knows its shapes
+        return _to_strings(nnx.to_pure_dict(nnx.state(make(key), nnx.Param)))
+
+    def apply(values: Tree, key: Any, *inputs: Any, method: str | None = None) -> Any:
+        state = _filled(params, _from_strings(nnx.to_pure_dict(params), values))
+        module = nnx.merge(graph, state, _filled(streams, _seed(nnx.to_pure_dict(streams), key)))
+        (module.eval if key is None else module.train)()
+        return (getattr(module, method) if method else module)(*inputs)
+
+    return Part(init=init, apply=apply)
+
+
+def _filled(abstract: Any, values: Tree) -> Any:
+    """A copy of an abstract nnx state with values put in."""
+    state = jax.tree.map(lambda leaf: leaf, abstract)
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def _seed(streams: Tree, key: Any) -> Tree:
+    """Values for random streams: each gets a key of its own, so that no two dropouts of a module are alike."""
+    base = jax.random.key(0) if key is None else key
+    leaves, tree = jax.tree.flatten(streams)
+    values = [
+        jax.random.fold_in(base, index)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else jax.numpy.zeros(leaf.shape, leaf.dtype)
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(tree, values)
+
+
+def _to_strings(tree: Tree) -> Tree:
+    """Nested dicts with the positions of nnx lists as string keys, as checkpoints and optimizers like them."""
+    return {str(name): _to_strings(item) for name, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _from_strings(like: Tree, tree: Tree) -> Tree:
+    return {name: _from_strings(item, tree[str(name)]) for name, item in like.items()} if isinstance(like, dict) else tree

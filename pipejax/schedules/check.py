@@ -1,0 +1,122 @@
+"""Proves a schedule: complete, free of double booking, in dependency order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipejax.schedules.schedule import IntArray, Kind, Schedule
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule; the message names rule, device and pass."""
+
+
+def check(schedule: Schedule) -> None:
+    """Checks a schedule against every rule.
+
+    A pass takes what another left in an earlier slot. In lockstep, a tick's F comes before its B and its B before its
+    W on the same device, so these may share a slot.
+
+    Raises:
+      ScheduleError: "unknown pass", "double booking", "missing pass", "repeated pass" or "dependency".
+    """
+    _check_range(schedule)
+    _check_double_booking(schedule)
+    kinds = (Kind.F, Kind.B, Kind.W) if schedule.split_backward else (Kind.F, Kind.B)
+    _check_dependencies(schedule, {kind: _slots(schedule, kind) for kind in kinds})
+
+
+def _describe(kind: int, microbatch: int, piece: int, chunk: int, *, slices: int) -> str:
+    cut = f", slice {piece}" if slices > 1 else ""
+    return f"{Kind(kind).name} of microbatch {microbatch}{cut}, chunk {chunk}"
+
+
+def _name(schedule: Schedule, row: np.void) -> str:
+    return (
+        _describe(row["kind"], row["microbatch"], row["slice"], row["chunk"], slices=schedule.slices)
+        + f" on device {row['device']}, slot {row['slot']}"
+    )
+
+
+def _check_range(schedule: Schedule) -> None:
+    passes = schedule.passes
+    limits = {
+        "device": schedule.devices,
+        "kind": 3 if schedule.split_backward else 2,
+        "chunk": schedule.chunks,
+        "microbatch": schedule.microbatches,
+        "slice": schedule.slices,
+    }
+    for column, limit in limits.items():
+        outside = passes[(passes[column] < 0) | (passes[column] >= limit)]
+        if outside.size:
+            row = outside[0]
+            raise ScheduleError(
+                f"{schedule.name}: unknown pass: on device {row['device']}, slot {row['slot']}, {column} is "
+                f"{row[column]}, and there are {limit}."
+            )
+
+
+def _check_double_booking(schedule: Schedule) -> None:
+    passes = schedule.passes
+    columns = ["device", "slot", "kind"] if schedule.lockstep else ["device", "slot"]
+    order = np.lexsort([passes[column] for column in reversed(columns)])
+    same = np.all([np.diff(passes[column][order]) == 0 for column in columns], axis=0)
+    if same.any():
+        first = int(np.flatnonzero(same)[0])
+        mine, other = passes[order[first]], passes[order[first + 1]]
+        raise ScheduleError(f"{schedule.name}: double booking: {_name(schedule, mine)}, and {_name(schedule, other)}.")
+
+
+def _slots(schedule: Schedule, kind: Kind) -> IntArray:
+    """int [stages, microbatches, slices], the slot of each pass of a kind, after checking that each is there once."""
+    passes = schedule.passes[schedule.passes["kind"] == kind]
+    shape = (schedule.placement.stages, schedule.microbatches, schedule.slices)
+    stage = schedule.placement.stage[passes["device"], passes["chunk"]]
+    flat = np.ravel_multi_index((stage, passes["microbatch"], passes["slice"]), shape)
+    count = np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape)
+    for rule, wrong in (("missing", count == 0), ("repeated", count > 1)):
+        if wrong.any():
+            s, i, j = np.argwhere(wrong)[0]
+            name = _describe(kind, i, j, schedule.placement.chunk[s], slices=schedule.slices)
+            raise ScheduleError(f"{schedule.name}: {rule} pass: {name} on device {schedule.placement.device[s]}.")
+    slots = np.zeros(shape, np.int32)
+    slots.reshape(-1)[flat] = passes["slot"]
+    return slots
+
+
+def _check_dependencies(schedule: Schedule, slots: dict[Kind, IntArray]) -> None:
+    apart = 0 if schedule.lockstep else 1  # passes of one device may share a tick
+    last = schedule.placement.stages - 1
+
+    def need(kind: Kind, mine: IntArray, other: Kind, theirs: IntArray, gap: int, first_stage: int, shift: int) -> None:
+        early = np.argwhere(mine < theirs + gap)
+        if early.size:
+            s, i, j = early[0]
+            stage, source = s + first_stage, s + first_stage + shift
+            place = schedule.placement
+            raise ScheduleError(
+                f"{schedule.name}: dependency: "
+                f"{_describe(kind, i, j, place.chunk[stage], slices=schedule.slices)} on device {place.device[stage]} "
+                f"runs in slot {mine[s, i, j]}, too early for "
+                f"{_describe(other, i, j, place.chunk[source], slices=schedule.slices)} on device "
+                f"{place.device[source]} in slot {theirs[s, i, j]}."
+            )
+
+    forward, backward = slots[Kind.F], slots[Kind.B]
+    need(Kind.F, forward[1:], Kind.F, forward[:-1], 1, 1, -1)
+    need(Kind.B, backward[:-1], Kind.B, backward[1:], 1, 0, 1)
+    need(Kind.B, backward[last:], Kind.F, forward[last:], apart, last, 0)
+    need(Kind.B, backward, Kind.F, forward, apart, 0, 0)
+    if Kind.W in slots:
+        need(Kind.W, slots[Kind.W], Kind.B, backward, apart, 0, 0)
+    if schedule.slices > 1:
+        # A causal slice reads the keys and values of those before it, and its B adds to theirs.
+        for kind, table in ((Kind.F, forward), (Kind.B, backward[:, :, ::-1])):
+            late = np.argwhere(np.diff(table, axis=2) < 1)
+            if late.size:
+                s, i, j = late[0]
+                raise ScheduleError(
+                    f"{schedule.name}: dependency: slices of {kind.name} of microbatch {i}, chunk "
+                    f"{schedule.placement.chunk[s]} on device {schedule.placement.device[s]} are out of order."
+                )
