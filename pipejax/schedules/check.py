@@ -8,7 +8,15 @@ from pipejax.schedules.schedule import IntArray, Kind, Schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks a rule; the message names rule, device and pass."""
+    """A schedule that breaks a rule; the message names rule, device and pass.
+
+    Attributes:
+      rule: the rule's name, such as "dependency".
+    """
+
+    def __init__(self, schedule: Schedule, rule: str, text: str) -> None:
+        super().__init__(f"{schedule.name}: {rule}: {text}.")
+        self.rule = rule
 
 
 def check(schedule: Schedule) -> None:
@@ -18,8 +26,10 @@ def check(schedule: Schedule) -> None:
     W on the same device, so these may share a slot.
 
     Raises:
-      ScheduleError: "unknown pass", "double booking", "missing pass", "repeated pass" or "dependency".
+      ScheduleError: "placement", "neighbours", "unknown pass", "double booking", "missing pass", "repeated pass" or
+        "dependency".
     """
+    _check_placement(schedule)
     _check_range(schedule)
     _check_double_booking(schedule)
     kinds = (Kind.F, Kind.B, Kind.W) if schedule.split_backward else (Kind.F, Kind.B)
@@ -38,6 +48,28 @@ def _name(schedule: Schedule, row: np.void) -> str:
     )
 
 
+def _check_placement(schedule: Schedule) -> None:
+    placement = schedule.placement
+    held = set(zip(placement.device.tolist(), placement.chunk.tolist(), strict=True))
+    wanted = {(d, c) for d in range(schedule.devices) for c in range(schedule.chunks)}
+    if held != wanted or placement.stages != len(wanted):
+        raise ScheduleError(
+            schedule,
+            "placement",
+            f"the stages must fill each of {schedule.chunks} chunks on each of {schedule.devices} devices once",
+        )
+    hop = np.abs(np.diff(placement.device.astype(np.int64)))
+    far = np.flatnonzero((hop > 1) & (hop != schedule.devices - 1))  # a ring's two ends are neighbours too
+    if far.size:
+        stage = int(far[0])
+        sender, receiver = placement.device[stage : stage + 2]
+        raise ScheduleError(
+            schedule,
+            "neighbours",
+            f"stage {stage} on device {sender} sends to stage {stage + 1} on device {receiver}, which is not beside it",
+        )
+
+
 def _check_range(schedule: Schedule) -> None:
     passes = schedule.passes
     limits = {
@@ -52,9 +84,13 @@ def _check_range(schedule: Schedule) -> None:
         if outside.size:
             row = outside[0]
             raise ScheduleError(
-                f"{schedule.name}: unknown pass: on device {row['device']}, slot {row['slot']}, {column} is "
-                f"{row[column]}, and there are {limit}."
+                schedule,
+                "unknown pass",
+                f"on device {row['device']}, slot {row['slot']}, {column} is {row[column]}, and there are {limit}",
             )
+    early = passes[passes["slot"] < 0]
+    if early.size:
+        raise ScheduleError(schedule, "unknown pass", f"{_name(schedule, early[0])}, and slots count from 0")
 
 
 def _check_double_booking(schedule: Schedule) -> None:
@@ -65,11 +101,11 @@ def _check_double_booking(schedule: Schedule) -> None:
     if same.any():
         first = int(np.flatnonzero(same)[0])
         mine, other = passes[order[first]], passes[order[first + 1]]
-        raise ScheduleError(f"{schedule.name}: double booking: {_name(schedule, mine)}, and {_name(schedule, other)}.")
+        raise ScheduleError(schedule, "double booking", f"{_name(schedule, mine)}, and {_name(schedule, other)}")
 
 
 def _slots(schedule: Schedule, kind: Kind) -> IntArray:
-    """int [stages, microbatches, slices], the slot of each pass of a kind, after checking that each is there once."""
+    """Int [stages, microbatches, slices], the slot of each pass of a kind, after checking that each is there once."""
     passes = schedule.passes[schedule.passes["kind"] == kind]
     shape = (schedule.placement.stages, schedule.microbatches, schedule.slices)
     stage = schedule.placement.stage[passes["device"], passes["chunk"]]
@@ -79,7 +115,7 @@ def _slots(schedule: Schedule, kind: Kind) -> IntArray:
         if wrong.any():
             s, i, j = np.argwhere(wrong)[0]
             name = _describe(kind, i, j, schedule.placement.chunk[s], slices=schedule.slices)
-            raise ScheduleError(f"{schedule.name}: {rule} pass: {name} on device {schedule.placement.device[s]}.")
+            raise ScheduleError(schedule, f"{rule} pass", f"{name} on device {schedule.placement.device[s]}")
     slots = np.zeros(shape, np.int32)
     slots.reshape(-1)[flat] = passes["slot"]
     return slots
@@ -96,11 +132,12 @@ def _check_dependencies(schedule: Schedule, slots: dict[Kind, IntArray]) -> None
             stage, source = s + first_stage, s + first_stage + shift
             place = schedule.placement
             raise ScheduleError(
-                f"{schedule.name}: dependency: "
+                schedule,
+                "dependency",
                 f"{_describe(kind, i, j, place.chunk[stage], slices=schedule.slices)} on device {place.device[stage]} "
                 f"runs in slot {mine[s, i, j]}, too early for "
                 f"{_describe(other, i, j, place.chunk[source], slices=schedule.slices)} on device "
-                f"{place.device[source]} in slot {theirs[s, i, j]}."
+                f"{place.device[source]} in slot {theirs[s, i, j]}",
             )
 
     forward, backward = slots[Kind.F], slots[Kind.B]
@@ -113,10 +150,12 @@ def _check_dependencies(schedule: Schedule, slots: dict[Kind, IntArray]) -> None
     if schedule.slices > 1:
         # A causal slice reads the keys and values of those before it, and its B adds to theirs.
         for kind, table in ((Kind.F, forward), (Kind.B, backward[:, :, ::-1])):
-            late = np.argwhere(np.diff(table, axis=2) < 1)
-            if late.size:
-                s, i, j = late[0]
+            early = np.argwhere(np.diff(table, axis=2) < 1)
+            if early.size:
+                s, i, _ = early[0]
                 raise ScheduleError(
-                    f"{schedule.name}: dependency: slices of {kind.name} of microbatch {i}, chunk "
-                    f"{schedule.placement.chunk[s]} on device {schedule.placement.device[s]} are out of order."
+                    schedule,
+                    "dependency",
+                    f"slices of {kind.name} of microbatch {i}, chunk {schedule.placement.chunk[s]} on device "
+                    f"{schedule.placement.device[s]} are out of order",
                 )

@@ -2,7 +2,10 @@
 
 F of chunk c on device d for microbatch i runs at tick d + n(c, i), its B at tick O + (p - 1 - d) + n(v - 1 - c, i). In
 a tick F comes before B, and what is sent in one tick can be used in the next. A step takes m v + p - 1 ticks of F and
-as many of B, whatever the offset O is; O costs only residual slots.
+as many of B, whatever the offset O is; O costs only residual slots, so it is the smallest that leaves every B after
+its F.
+
+Where W is split off it runs in the same tick on all devices, that of device 0's B, so that only m v ticks run a W.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import dataclasses
 
 import numpy as np
 
-from pipejax.schedules.schedule import PASS_DTYPE, Kind, Schedule, looping, sort_passes
+from pipejax.schedules.schedule import PASS_DTYPE, Kind, Schedule, check_chunks, check_size, looping, sort_passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,25 +23,41 @@ class GPipe:
 
     Attributes:
       chunks: v, chunks on each device.
+      split_weights: whether W is a pass of its own, aligned across devices.
     """
 
     chunks: int = 1
+    split_weights: bool = False
 
     def __post_init__(self) -> None:
-        _check_chunks(self.chunks)
+        check_chunks(self.chunks)
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
-        return _lockstep("lockstep-gpipe", devices, self.chunks, microbatches, transfer_ticks, all_forwards_first=True)
+        return _lockstep(
+            "lockstep-gpipe",
+            devices,
+            self.chunks,
+            microbatches,
+            transfer_ticks,
+            split_weights=self.split_weights,
+            all_forwards_first=True,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class OneFOneB:
-    """One forward, one backward (PipeDream-flush, DAPPLE: arXiv 2006.09503, 2007.01045); one chunk on each device."""
+    """One forward, one backward (PipeDream-flush, DAPPLE: arXiv 2006.09503, 2007.01045); one chunk on each device.
+
+    Attributes:
+      split_weights: whether W is a pass of its own, aligned across devices.
+    """
+
+    split_weights: bool = False
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
-        return _lockstep("lockstep-1f1b", devices, 1, microbatches, transfer_ticks)
+        return _lockstep("lockstep-1f1b", devices, 1, microbatches, transfer_ticks, split_weights=self.split_weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,21 +66,25 @@ class Interleaved:
 
     Attributes:
       chunks: v, chunks on each device.
+      split_weights: whether W is a pass of its own, aligned across devices.
     """
 
     chunks: int = 2
+    split_weights: bool = False
 
     def __post_init__(self) -> None:
-        _check_chunks(self.chunks)
+        check_chunks(self.chunks)
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
-        return _lockstep("lockstep-interleaved", devices, self.chunks, microbatches, transfer_ticks)
-
-
-def _check_chunks(chunks: int) -> None:
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks}; a device needs one chunk or more.")
+        return _lockstep(
+            "lockstep-interleaved",
+            devices,
+            self.chunks,
+            microbatches,
+            transfer_ticks,
+            split_weights=self.split_weights,
+        )
 
 
 def forward_offsets(devices: int, chunks: int, microbatches: int) -> tuple[np.ndarray, int]:
@@ -92,27 +115,31 @@ def _lockstep(
     microbatches: int,
     transfer_ticks: int,
     *,
+    split_weights: bool,
     all_forwards_first: bool = False,
 ) -> Schedule:
-    if devices < 1 or microbatches < 1 or transfer_ticks < 0:
-        raise ValueError(
-            f"{name}: devices={devices} and microbatches={microbatches} must be 1 or more, "
-            f"transfer_ticks={transfer_ticks} 0 or more."
-        )
+    check_size(name, devices, microbatches)
+    if transfer_ticks < 0:
+        raise ValueError(f"{name}: transfer_ticks is {transfer_ticks}; pass 0 or more ticks.")
     offsets, stride = forward_offsets(devices, chunks, microbatches)
     start = (chunks - 1) * stride + devices - 1 + transfer_ticks
     if all_forwards_first:
+        # Residuals wait for the last F of any device, so no tick runs both.
         start = max(start, int(offsets.max()) + devices)
     device, chunk, microbatch = (
         axis.reshape(-1) for axis in np.indices((devices, chunks, microbatches), dtype=np.int64)
     )
-    forward = device + offsets[chunk, microbatch]
-    backward = start + devices - 1 - device + offsets[chunks - 1 - chunk, microbatch]
-    passes = np.zeros((2, device.size), PASS_DTYPE)
-    for row, kind, slot in ((0, Kind.F, forward), (1, Kind.B, backward)):
+    slots = {
+        Kind.F: device + offsets[chunk, microbatch],
+        Kind.B: start + devices - 1 - device + offsets[chunks - 1 - chunk, microbatch],
+    }
+    if split_weights:
+        slots[Kind.W] = start + devices - 1 + offsets[chunks - 1 - chunk, microbatch]
+    passes = np.zeros((len(slots), device.size), PASS_DTYPE)
+    for row, (kind, slot) in zip(passes, slots.items(), strict=True):
+        row["kind"] = kind
         for column, values in (("device", device), ("slot", slot), ("chunk", chunk), ("microbatch", microbatch)):
-            passes[row][column] = values
-        passes[row]["kind"] = kind
+            row[column] = values
     return Schedule(
         name=name,
         devices=devices,
@@ -120,5 +147,6 @@ def _lockstep(
         microbatches=microbatches,
         passes=sort_passes(passes.reshape(-1)),
         placement=looping(devices, chunks),
+        split_backward=split_weights,
         lockstep=True,
     )

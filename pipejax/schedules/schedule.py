@@ -67,6 +67,30 @@ def looping(devices: int, chunks: int) -> Placement:
     return Placement(name="looping", device=stages % devices, chunk=stages // devices)
 
 
+def wave(devices: int, chunks: int) -> Placement:
+    """Each chunk runs over the devices the other way round than the one before (Hanayo, arXiv 2308.15762).
+
+    The turn from one chunk to the next stays on one device. With two chunks the stages form a V (arXiv 2401.10241).
+    """
+    stages = np.arange(devices * chunks, dtype=np.int32)
+    along, chunk = stages % devices, stages // devices
+    device = np.where(chunk % 2 == 0, along, devices - 1 - along).astype(np.int32)
+    return Placement(name="v" if chunks == 2 else "wave", device=device, chunk=chunk)
+
+
+def check_size(name: str, devices: int, microbatches: int) -> None:
+    """Refuses a pipeline without devices or microbatches; `name` is the schedule's."""
+    for what, value in (("devices", devices), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"schedule {name!r}: {what} is {value}; pass 1 or more.")
+
+
+def check_chunks(chunks: int) -> None:
+    """Refuses a number of chunks below one."""
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}; a device needs one chunk or more.")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """A table of passes.
