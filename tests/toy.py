@@ -6,6 +6,7 @@ auxiliary loss; token losses are weighted, unevenly over samples.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import pipejax as pj
@@ -85,9 +86,10 @@ def make_pipeline(**changes):
 
 def assert_gradients_close(actual, expected):
     """max|Δ| <= 2e-5 max(the leaf's largest, 1e-3 of the tree's largest), leaf by leaf."""
-    top = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(expected))
+    actual, expected = jax.device_get((actual, expected))
+    top = max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(expected))
     pairs = zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
     for (path, mine), theirs in pairs:
-        limit = 2e-5 * max(float(jnp.max(jnp.abs(theirs))), 1e-3 * top)
-        worst = float(jnp.max(jnp.abs(mine - theirs)))
+        limit = 2e-5 * max(float(np.max(np.abs(theirs))), 1e-3 * top)
+        worst = float(np.max(np.abs(mine - theirs)))
         assert worst <= limit, f"{jax.tree_util.keystr(path)}: {worst:.2e} > {limit:.2e}"

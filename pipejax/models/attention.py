@@ -1,0 +1,49 @@
+"""Causal self-attention with grouped key and value heads, by XLA or by a fused kernel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pipejax.models.fused_attention import fused_attention
+
+Implementation = Literal["auto", "xla", "fused"]
+
+
+def causal_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal attention; its output is named `attn_out`, and the fused kernel's log-sum-exp `attn_lse`.
+
+    Args:
+      query: [batch, length, heads, head_dim].
+      key, value: [batch, length, kv_heads, head_dim]; kv_heads divides heads.
+      segment_ids: int32 [batch, length]: tokens attend within their segment.
+      implementation: "xla" stores the scores and runs anywhere; "fused" runs on GPUs; "auto" is "fused" where JAX's
+        default backend is a GPU.
+
+    Returns:
+      [batch, length, heads * head_dim], in the dtype of query.
+    """
+    if implementation == "auto":
+        implementation = "fused" if jax.default_backend() == "gpu" else "xla"
+    batch, length, heads, head_dim = query.shape
+    if implementation == "fused":
+        groups = heads // key.shape[2]
+        key, value = (jnp.repeat(array, groups, axis=2) if groups > 1 else array for array in (key, value))
+        out = fused_attention(query, key, value, segment_ids, True, False)
+    else:
+        mask = None
+        if segment_ids is not None:
+            mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        out = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="xla")
+        out = checkpoint_name(out, "attn_out")
+    return out.reshape(batch, length, heads * head_dim)

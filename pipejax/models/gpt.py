@@ -1,0 +1,115 @@
+"""GPT: learned positions, LayerNorm, GeLU (GPT-2's block, pre-norm) in Flax nnx.
+
+Named activations of a block, in bytes per token and hidden unit at bf16: block_input 2 (named by the pipeline), qkv 6,
+attn_out 2, residual 2, mlp_up 8; 20 in all. LayerNorm, GeLU and dropout masks are recomputed from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from pipejax.models.attention import Implementation, causal_attention
+from pipejax.models.losses import token_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a GPT.
+
+    Attributes:
+      vocab_size: tokens.
+      hidden_size: h.
+      num_heads: attention heads; they divide h.
+      num_layers: blocks; scales the initial residual projections.
+      max_length: positions.
+      dropout: rate after embedding, attention and MLP.
+      dtype: of the computation; parameters are float32 and the loss is float32 whatever it is.
+      attention: see `causal_attention`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_layers: int
+    max_length: int
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+    attention: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; change one.")
+
+
+def _normal(std: float = 0.02) -> nnx.Initializer:
+    return nnx.initializers.normal(std)
+
+
+class Embed(nnx.Module):
+    """Tokens and positions to the first block's input."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Param(_normal()(rngs.params(), (config.vocab_size, config.hidden_size)))
+        self.positions = nnx.Param(_normal()(rngs.params(), (config.max_length, config.hidden_size)))
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dtype = config.dtype
+
+    def __call__(self, batch: Any) -> jax.Array:
+        """batch["tokens"] int32 [b, s] (and "positions" int32 [b, s], if given) → [b, s, h]."""
+        tokens = batch["tokens"]
+        positions = batch.get("positions", jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        x = self.table[...][tokens] + self.positions[...][positions]
+        return self.dropout(x.astype(self.dtype))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a LayerNorm and around a residual."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        h, dtype = config.hidden_size, config.dtype
+        out = _normal(0.02 / math.sqrt(2 * config.num_layers))
+        self.norm_attention = nnx.LayerNorm(h, dtype=dtype, rngs=rngs)
+        self.qkv = nnx.Linear(h, 3 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
+        self.attention_out = nnx.Linear(h, h, dtype=dtype, kernel_init=out, rngs=rngs)
+        self.norm_mlp = nnx.LayerNorm(h, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(h, 4 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
+        self.down = nnx.Linear(4 * h, h, dtype=dtype, kernel_init=out, rngs=rngs)
+        self.dropout_attention = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dropout_mlp = nnx.Dropout(config.dropout, rngs=rngs)
+        self.heads, self.implementation = config.num_heads, config.attention
+
+    def __call__(self, x: jax.Array, batch: Any) -> jax.Array:
+        """[b, s, h] → [b, s, h]; batch may hold "segment_ids", int32 [b, s]."""
+        qkv = checkpoint_name(self.qkv(self.norm_attention(x)), "qkv")
+        query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(qkv, 3, axis=-1))
+        attended = causal_attention(
+            query, key, value, segment_ids=batch.get("segment_ids"), implementation=self.implementation
+        )
+        x = checkpoint_name(x + self.dropout_attention(self.attention_out(attended)), "residual")
+        up = checkpoint_name(self.up(self.norm_mlp(x)), "mlp_up")
+        return x + self.dropout_mlp(self.down(jax.nn.gelu(up)))
+
+
+class Head(nnx.Module):
+    """Final LayerNorm, logits over the vocabulary, loss. Its table may be tied to the embedding's."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.hidden_size, dtype=config.dtype, rngs=rngs)
+        self.table = nnx.Param(_normal()(rngs.params(), (config.vocab_size, config.hidden_size)))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[b, s, h] → float32 [b, s, vocab]."""
+        x = self.norm(x)
+        table = self.table[...].astype(x.dtype)
+        return jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32)
+
+    def __call__(self, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """Summed loss and weight; see `token_loss`."""
+        return token_loss(self.logits(x), batch)
