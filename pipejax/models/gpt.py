@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pipejax.models.attention import Implementation, causal_attention
 from pipejax.models.losses import token_loss
+from pipejax.models.norms import normalise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +76,10 @@ class Block(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         h, dtype = config.hidden_size, config.dtype
         out = _normal(0.02 / math.sqrt(2 * config.num_layers))
-        self.norm_attention = nnx.LayerNorm(h, dtype=dtype, rngs=rngs)
+        self.norm_attention = nnx.LayerNorm(h, dtype=jnp.float32, rngs=rngs)
         self.qkv = nnx.Linear(h, 3 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
         self.attention_out = nnx.Linear(h, h, dtype=dtype, kernel_init=out, rngs=rngs)
-        self.norm_mlp = nnx.LayerNorm(h, dtype=dtype, rngs=rngs)
+        self.norm_mlp = nnx.LayerNorm(h, dtype=jnp.float32, rngs=rngs)
         self.up = nnx.Linear(h, 4 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
         self.down = nnx.Linear(4 * h, h, dtype=dtype, kernel_init=out, rngs=rngs)
         self.dropout_attention = nnx.Dropout(config.dropout, rngs=rngs)
@@ -87,13 +88,13 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, batch: Any) -> jax.Array:
         """[b, s, h] → [b, s, h]; batch may hold "segment_ids", int32 [b, s]."""
-        qkv = checkpoint_name(self.qkv(self.norm_attention(x)), "qkv")
+        qkv = checkpoint_name(self.qkv(normalise(self.norm_attention, x)), "qkv")
         query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(qkv, 3, axis=-1))
         attended = causal_attention(
             query, key, value, segment_ids=batch.get("segment_ids"), implementation=self.implementation
         )
         x = checkpoint_name(x + self.dropout_attention(self.attention_out(attended)), "residual")
-        up = checkpoint_name(self.up(self.norm_mlp(x)), "mlp_up")
+        up = checkpoint_name(self.up(normalise(self.norm_mlp, x)), "mlp_up")
         return x + self.dropout_mlp(self.down(jax.nn.gelu(up)))
 
 
@@ -101,12 +102,12 @@ class Head(nnx.Module):
     """Final LayerNorm, logits over the vocabulary, loss. Its table may be tied to the embedding's."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.hidden_size, dtype=config.dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.hidden_size, dtype=jnp.float32, rngs=rngs)
         self.table = nnx.Param(_normal()(rngs.params(), (config.vocab_size, config.hidden_size)))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[b, s, h] → float32 [b, s, vocab]."""
-        x = self.norm(x)
+        x = normalise(self.norm, x)
         table = self.table[...].astype(x.dtype)
         return jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32)
 

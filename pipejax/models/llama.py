@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pipejax.models.attention import Implementation, causal_attention
 from pipejax.models.losses import token_loss
+from pipejax.models.norms import normalise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +100,10 @@ class Block(nnx.Module):
         def linear(size_in: int, size_out: int) -> nnx.Linear:
             return nnx.Linear(size_in, size_out, use_bias=False, dtype=dtype, kernel_init=init, rngs=rngs)
 
-        self.norm_attention = nnx.RMSNorm(h, dtype=dtype, rngs=rngs)
+        self.norm_attention = nnx.RMSNorm(h, dtype=jnp.float32, rngs=rngs)
         self.qkv = linear(h, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         self.attention_out = linear(h, h)
-        self.norm_mlp = nnx.RMSNorm(h, dtype=dtype, rngs=rngs)
+        self.norm_mlp = nnx.RMSNorm(h, dtype=jnp.float32, rngs=rngs)
         self.gate_up = linear(h, 2 * config.mlp_size)
         self.down = linear(config.mlp_size, h)
         self.heads, self.kv_heads, self.base = config.num_heads, config.num_kv_heads, config.rope_base
@@ -112,7 +113,7 @@ class Block(nnx.Module):
         """[b, s, h] → [b, s, h]; batch may hold "positions" and "segment_ids", int32 [b, s]."""
         b, s, _ = x.shape
         positions = batch.get("positions", jnp.arange(s, dtype=jnp.int32)[None])
-        qkv = checkpoint_name(self.qkv(self.norm_attention(x)), "qkv")
+        qkv = checkpoint_name(self.qkv(normalise(self.norm_attention, x)), "qkv")
         heads = qkv.reshape(b, s, self.heads + 2 * self.kv_heads, -1)
         query, key, value = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=2)
         attended = causal_attention(
@@ -123,7 +124,7 @@ class Block(nnx.Module):
             implementation=self.implementation,
         )
         x = checkpoint_name(x + self.attention_out(attended), "residual")
-        gate, up = jnp.split(checkpoint_name(self.gate_up(self.norm_mlp(x)), "mlp_up"), 2, axis=-1)
+        gate, up = jnp.split(checkpoint_name(self.gate_up(normalise(self.norm_mlp, x)), "mlp_up"), 2, axis=-1)
         return x + self.down(jax.nn.silu(gate) * up)
 
 
@@ -131,13 +132,13 @@ class Head(nnx.Module):
     """Final RMSNorm, logits over the vocabulary, loss."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.RMSNorm(config.hidden_size, dtype=config.dtype, rngs=rngs)
+        self.norm = nnx.RMSNorm(config.hidden_size, dtype=jnp.float32, rngs=rngs)
         shape = (config.vocab_size, config.hidden_size)
         self.table = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[b, s, h] → float32 [b, s, vocab]."""
-        x = self.norm(x)
+        x = normalise(self.norm, x)
         return jnp.einsum("bsh,vh->bsv", x, self.table[...].astype(x.dtype), preferred_element_type=jnp.float32)
 
     def __call__(self, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
