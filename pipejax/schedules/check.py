@@ -36,14 +36,15 @@ def check(schedule: Schedule) -> None:
     _check_dependencies(schedule, {kind: _slots(schedule, kind) for kind in kinds})
 
 
-def _describe(kind: int, microbatch: int, piece: int, chunk: int, *, slices: int) -> str:
+def describe(kind: int, microbatch: int, piece: int, chunk: int, *, slices: int) -> str:
+    """A pass in words, such as "F of microbatch 3, chunk 1"."""
     cut = f", slice {piece}" if slices > 1 else ""
     return f"{Kind(kind).name} of microbatch {microbatch}{cut}, chunk {chunk}"
 
 
 def _name(schedule: Schedule, row: np.void) -> str:
     return (
-        _describe(row["kind"], row["microbatch"], row["slice"], row["chunk"], slices=schedule.slices)
+        describe(row["kind"], row["microbatch"], row["slice"], row["chunk"], slices=schedule.slices)
         + f" on device {row['device']}, slot {row['slot']}"
     )
 
@@ -114,7 +115,7 @@ def _slots(schedule: Schedule, kind: Kind) -> IntArray:
     for rule, wrong in (("missing", count == 0), ("repeated", count > 1)):
         if wrong.any():
             s, i, j = np.argwhere(wrong)[0]
-            name = _describe(kind, i, j, schedule.placement.chunk[s], slices=schedule.slices)
+            name = describe(kind, i, j, schedule.placement.chunk[s], slices=schedule.slices)
             raise ScheduleError(schedule, f"{rule} pass", f"{name} on device {schedule.placement.device[s]}")
     slots = np.zeros(shape, np.int32)
     slots.reshape(-1)[flat] = passes["slot"]
@@ -134,9 +135,9 @@ def _check_dependencies(schedule: Schedule, slots: dict[Kind, IntArray]) -> None
             raise ScheduleError(
                 schedule,
                 "dependency",
-                f"{_describe(kind, i, j, place.chunk[stage], slices=schedule.slices)} on device {place.device[stage]} "
+                f"{describe(kind, i, j, place.chunk[stage], slices=schedule.slices)} on device {place.device[stage]} "
                 f"runs in slot {mine[s, i, j]}, too early for "
-                f"{_describe(other, i, j, place.chunk[source], slices=schedule.slices)} on device "
+                f"{describe(other, i, j, place.chunk[source], slices=schedule.slices)} on device "
                 f"{place.device[source]} in slot {theirs[s, i, j]}",
             )
 

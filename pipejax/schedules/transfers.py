@@ -1,0 +1,294 @@
+"""Where activations leave the device and come back: which ones, and when on the transfer lanes. NumPy only.
+
+An offload takes the earliest free place on its lane after F, a reload the latest before B (PipeOffload, arXiv
+2503.01328, section 4). What cannot come back in time stays on the device, so a plan never delays a pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from pipejax.schedules.graph import rows_of
+from pipejax.schedules.schedule import Kind
+from pipejax.schedules.simulate import tables
+from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline, held_over_time
+
+# How many starts of a lane's turns are tried within one round trip, the one with the lowest peak being taken.
+_PHASES = 12
+# Adding what is left after the longest lifespans stops at batches of this share, which bounds the time for many passes.
+_SMALLEST_BATCH = 1 / 64
+# Times are sums of floats: this much is rounding.
+_SLACK = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The way between device and host.
+
+    Attributes:
+      k: T_o / T_c, the time to offload and reload one chunk's activations over the time of its three passes, for a
+        device that has the way to itself.
+      lanes: 1 for offloads and reloads in turns on one lane; 2 for both at a time (full duplex).
+      shared: whether devices 2 j and 2 j + 1 share the way. On one lane they then go in opposite directions at any
+        time; on two they meet in both.
+      paired: the speed of two devices that go the same way at a time on a shared way, as a share of one alone.
+    """
+
+    k: float = 1.0
+    lanes: int = 1
+    shared: bool = False
+    paired: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.k > 0:
+            raise ValueError(f"Link: k is {self.k}; a transfer takes a time above 0.")
+        if self.lanes not in (1, 2):
+            raise ValueError(f"Link: lanes is {self.lanes}; pass 1 (in turns) or 2 (both directions at a time).")
+        if not 0 < self.paired <= 1:
+            raise ValueError(f"Link: paired is {self.paired}; pass a share of full speed, above 0 and at most 1.")
+
+    def one_way(self, timeline: Timeline) -> float:
+        """The time that a lane needs for the activations of one chunk and microbatch (or slice), in one direction."""
+        alone = self.k * timeline.costs.chunk / 2 / timeline.schedule.slices
+        # Nothing keeps neighbours on two shared lanes from meeting: plan for it.
+        return alone / self.paired if self.shared and self.lanes == 2 else alone
+
+
+def plan(
+    timeline: Timeline,
+    link: Link,
+    *,
+    chunks: int | None = None,
+    memory_limit: float | None = None,
+) -> Timeline:
+    """Adds transfers to a timeline, longest lifespans first, as many as fit.
+
+    Args:
+      timeline: passes in time; they stay where they are.
+      link: how fast, and how many at a time.
+      chunks: how many chunks of each device to offload, those with the longest lifespans; None for any.
+      memory_limit: chunk-activations on a device; where given, no more is offloaded than is needed to stay below.
+
+    Returns:
+      The timeline with its transfers. `offloaded_fraction` says how much was moved.
+    """
+    schedule = timeline.schedule
+    if chunks is not None and not 0 <= chunks <= schedule.chunks:
+        raise ValueError(f"plan: chunks is {chunks}; {schedule.name} has {schedule.chunks} on each device.")
+    ready, needed = _windows(timeline)
+    begin = tables(schedule, Kind.F, timeline.start)
+    end = tables(schedule, Kind.W if schedule.split_backward else Kind.B, timeline.stop)
+    width = link.one_way(timeline)
+    moved = []
+    for device in range(schedule.devices):
+        stages = schedule.placement.stage[device]
+        lane = _Lane(*(table[stages].reshape(-1) for table in (ready, needed, begin, end)), width, link.lanes)
+        order = _longest_first(needed[stages] - begin[stages], timeline.costs.chunk, chunks)
+        chosen = lane.choose(order, _phases(link, device, width), memory_limit, unit=1 / schedule.slices)
+        moved.append(_rows(timeline, link, device, chosen, width))
+    return dataclasses.replace(timeline, transfers=_sorted(np.concatenate(moved)))
+
+
+def plan_whole_ticks(timeline: Timeline) -> Timeline:
+    """Full offload as the pipeline's scan does it: at each tick the last tick's F leaves and the next tick's B comes.
+
+    Each transfer has a whole tick on a lane of its own direction; how fast the link is does not show.
+
+    Raises:
+      ValueError: the schedule is not in lockstep, or has a B less than two ticks after its F.
+    """
+    schedule = timeline.schedule
+    if not schedule.lockstep:
+        raise ValueError(f"{schedule.name} has no ticks; use plan(timeline, Link(...)).")
+    ticks = _ticks(timeline)
+    passes = schedule.passes
+    rows = rows_of(schedule)
+    forward, backward = rows[Kind.F].reshape(-1), rows[Kind.B].reshape(-1)
+    if (passes["slot"][backward] - passes["slot"][forward] < 2).any():
+        raise ValueError(f"{schedule.name} leaves no tick for transfers; build it with transfer_ticks=2.")
+    moved = np.zeros((2, len(forward)), TRANSFER_DTYPE)
+    for direction, source, shift in ((Direction.OFFLOAD, forward, 1), (Direction.RELOAD, backward, -1)):
+        for name in ("device", "chunk", "microbatch", "slice"):
+            moved[direction][name] = passes[name][source]
+        moved[direction]["lane"] = moved[direction]["direction"] = direction
+        tick = passes["slot"][source] + shift
+        moved[direction]["start"], moved[direction]["stop"] = ticks[tick], ticks[tick + 1]
+    return dataclasses.replace(timeline, transfers=_sorted(moved.reshape(-1)))
+
+
+def _sorted(transfers: np.ndarray) -> np.ndarray:
+    return transfers[np.lexsort((transfers["start"], transfers["lane"], transfers["device"]))]
+
+
+def _ticks(timeline: Timeline) -> np.ndarray:
+    """float64 [slots + 1], when each tick of a lockstep timeline starts, and when the last one ends."""
+    ticks = np.full(timeline.schedule.slots + 1, timeline.stop.max())
+    np.minimum.at(ticks, timeline.schedule.passes["slot"], timeline.start)
+    return np.minimum.accumulate(ticks[::-1])[::-1]
+
+
+def _windows(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [stages, units] each: when an activation can leave, and when it must be back."""
+    schedule = timeline.schedule
+    if not schedule.lockstep:
+        return tables(schedule, Kind.F, timeline.stop), tables(schedule, Kind.B, timeline.start)
+    # A tick moves what F left in the tick before and what B takes in the tick after: windows are whole ticks.
+    ticks = _ticks(timeline)
+    slot = schedule.passes["slot"]
+    return tables(schedule, Kind.F, ticks[slot + 1]), tables(schedule, Kind.B, ticks[slot])
+
+
+def _longest_first(lifespan: np.ndarray, grain: float, chunks: int | None) -> np.ndarray:
+    """Indices into the flattened [chunks, units] of a device, longest lifespans first.
+
+    Those that are equal up to `grain` come spread over the microbatches, so that half of them is every other one and
+    a lane that cannot take all is not late with the first and idle for the last.
+    """
+    units = lifespan.shape[1]
+    bits = max(units - 1, 1).bit_length()
+    spread = np.array([int(format(unit, f"0{bits}b")[::-1], 2) for unit in range(units)])
+    spread = np.broadcast_to(spread, lifespan.shape).reshape(-1)
+    chunk = np.repeat(np.arange(len(lifespan)), units)
+    order = np.lexsort((spread, chunk, -np.round(lifespan.reshape(-1) / grain)))
+    if chunks is None:
+        return order
+    longest = np.argsort(-lifespan.mean(axis=1), kind="stable")[:chunks]
+    return order[np.isin(chunk[order], longest)]
+
+
+def _phases(link: Link, device: int, width: float) -> np.ndarray:
+    """When a lane's turns start. Devices that share the way start half a round apart, at a time that both know."""
+    if link.lanes == 2:
+        return np.zeros(1)
+    if link.shared:
+        return np.array([width * (device % 2)])
+    return np.arange(_PHASES) * (2 * width / _PHASES)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Chosen:
+    """Which activations of a device move, and when."""
+
+    index: np.ndarray
+    out: np.ndarray  # start of each offload
+    back: np.ndarray  # start of each reload
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lane:
+    """The activations of one device, and when its lanes can move them.
+
+    Attributes:
+      ready, needed: float64 [n], the window that a round trip must fit in.
+      begin, end: float64 [n], from the start of F to the end of W.
+      width: the time of one transfer.
+      lanes: 1 or 2.
+    """
+
+    ready: np.ndarray
+    needed: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    width: float
+    lanes: int
+
+    def place(self, index: np.ndarray, phase: float) -> _Chosen | None:
+        """The transfers of these activations, or None where some would come back before they have left."""
+        out, back = np.empty(len(index)), np.empty(len(index))
+        leave, come = np.argsort(self.ready[index], kind="stable"), np.argsort(self.needed[index], kind="stable")
+        rank = np.arange(len(index))
+        step = self.width if self.lanes == 2 else 2 * self.width
+        first, last = self.ready[index][leave], self.needed[index][come] - self.width
+        if self.lanes == 1:  # the next turn of the lane's grid; a reload's turn comes one width after an offload's
+            first = phase + step * np.ceil((first - phase) / step - _SLACK)
+            last = phase + self.width + step * np.floor((last - phase - self.width) / step + _SLACK)
+        # One after another: none within a step of the one before (offloads), or of the one after (reloads).
+        out[leave] = np.maximum.accumulate(first - step * rank) + step * rank
+        back[come] = np.minimum.accumulate((last - step * rank)[::-1])[::-1] + step * rank
+        if (back < out + self.width - _SLACK).any():
+            return None
+        return _Chosen(index=index, out=out, back=back)
+
+    def choose(self, order: np.ndarray, phases: np.ndarray, memory_limit: float | None, *, unit: float) -> _Chosen:
+        """As many as fit of `order`, the first ones before the others, at the phase with the lowest peak."""
+        fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
+        best, best_peak = None, np.inf
+        for phase in phases.tolist():
+            chosen = self._longest_prefix(fits, phase)
+            rest = fits[len(chosen.index) :]
+            # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
+            for candidate in (chosen, self._add(chosen, rest, phase)):
+                peak = self.peak(candidate, unit)
+                if (peak, -len(candidate.index)) < (best_peak, -len(best.index) if best else 0):
+                    best, best_peak, best_phase = candidate, peak, phase
+        if memory_limit is not None and best_peak <= memory_limit:
+            return self._fewest(best, best_phase, memory_limit, unit)
+        return best
+
+    def peak(self, chosen: _Chosen, unit: float) -> float:
+        """The most chunk-activations held at a time."""
+        stay = np.ones(len(self.begin), bool)
+        stay[chosen.index] = False
+        begin = np.concatenate([self.begin, chosen.back])
+        end = np.concatenate([self.end[stay], chosen.out + self.width, self.end[chosen.index]])
+        return float(held_over_time(begin, end, unit=unit)[1].max(initial=0.0))
+
+    def _longest_prefix(self, order: np.ndarray, phase: float) -> _Chosen:
+        return self._bisect(lambda count: self.place(order[:count], phase), len(order))
+
+    @staticmethod
+    def _bisect(attempt: Callable[[int], _Chosen | None], most: int) -> _Chosen:
+        """What `attempt` gives for the largest count that it does not refuse; it never refuses 0."""
+        best, low, high = attempt(0), 0, most + 1
+        middle = most
+        while high - low > 1:
+            if (found := attempt(middle)) is None:
+                high = middle
+            else:
+                best, low = found, middle
+            middle = (low + high) // 2
+        return best
+
+    def _add(self, chosen: _Chosen, rest: np.ndarray, phase: float) -> _Chosen:
+        """Adds what else fits, in halves down to small batches."""
+        smallest = max(int(len(self.ready) * _SMALLEST_BATCH), 1)
+        stack = [rest]
+        while stack:
+            batch = stack.pop()
+            if not len(batch):
+                continue
+            if (more := self.place(np.concatenate([chosen.index, batch]), phase)) is not None:
+                chosen = more
+            elif len(batch) > smallest:
+                half = len(batch) // 2
+                stack += [batch[half:], batch[:half]]
+        return chosen
+
+    def _fewest(self, chosen: _Chosen, phase: float, memory_limit: float, unit: float) -> _Chosen:
+        """The shortest prefix that stays below the limit. Fewer transfers are never later, so halving finds it."""
+        low, high = -1, len(chosen.index)
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.place(chosen.index[:middle], phase)
+            if self.peak(found, unit) <= memory_limit:
+                chosen, high = found, middle
+            else:
+                low = middle
+        return chosen
+
+
+def _rows(timeline: Timeline, link: Link, device: int, chosen: _Chosen, width: float) -> np.ndarray:
+    schedule = timeline.schedule
+    chunk, unit = np.divmod(chosen.index, schedule.microbatches * schedule.slices)
+    rows = np.zeros((2, len(chosen.index)), TRANSFER_DTYPE)
+    rows["device"] = device
+    rows["chunk"] = chunk
+    rows["microbatch"], rows["slice"] = np.divmod(unit, schedule.slices)
+    for direction, start in ((Direction.OFFLOAD, chosen.out), (Direction.RELOAD, chosen.back)):
+        rows[direction]["direction"] = direction
+        rows[direction]["lane"] = direction if link.lanes == 2 else 0
+        rows[direction]["start"], rows[direction]["stop"] = start, start + width
+    return rows.reshape(-1)
