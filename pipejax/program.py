@@ -2,15 +2,18 @@
 
 A tick of a device runs, in this order:
 
-  1. write: the residuals of the F of the tick before go to the host ring;
-  2. read:  the residuals of the B of the tick after come from the host ring;
-  3. F:     its input is taken from an arrival slot (or embedded), its residuals are stored in a slot;
+  1. F:     its input is taken from an arrival slot (or embedded), its residuals are stored in a slot;
             on the last stage the head turns F's output into a cotangent, stored in a backward arrival slot;
-  4. B:     cotangent and residuals are taken from their slots;
+  2. write: F's residuals go to the host ring;
+  3. B:     cotangent and residuals are taken from their slots;
+  4. read:  the residuals of the next tick's B come from the host ring;
   5. receive: what the neighbours sent in this tick is stored in arrival slots.
 
-(1) and (2) only where activations are offloaded (the software pipeline of DESIGN section 3). Every slot is given by
-liveness, per device; where a device has nothing to do its garbage goes to a slot that holds nothing at that time.
+(2) and (4) only where activations are offloaded. The write runs beside F's last matrix product and B for the chunk's
+input, the read beside B for its weights; so neither needs a staging copy. In a phase without B nothing would cover the write,
+so there a tick begins with the write of what the F of the tick before left, which runs beside this tick's F (DESIGN
+section 3). Every slot is given by liveness, per device; where a device has nothing to do its garbage goes to a slot
+that holds nothing at that time.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import numpy as np
 from pipejax.schedules.schedule import IntArray, Kind, Schedule
 
 # The moments of a tick at which slots are touched, in the order of the list above.
-_WRITE, _READ, _FORWARD, _HEAD, _BACKWARD, _RECEIVE, _MOMENTS = range(7)
+_EARLY_WRITE, _FORWARD, _HEAD, _WRITE, _BACKWARD, _READ, _RECEIVE, _MOMENTS = range(8)
 
 COLUMNS = (
     "f_valid",  # 1 where the device runs an F
@@ -43,13 +46,14 @@ COLUMNS = (
     "b_source",
     "b_load",
     "b_receive",
-    "host_write",  # host ring slot for the residuals of the last tick's F
+    "host_early",  # in a phase without B, and for a flush: host ring slot for the residuals of the last tick's F
+    "host_write",  # in a phase with F and B: host ring slot for the residuals of this tick's F
     "host_read",  # host ring slot of the residuals of the next tick's B
 )
 
 
-# Ticks between F and B that a write and a read of the residuals take: one after F, one before B.
-TRANSFER_TICKS = 2
+# Ticks between F and B that a write and a read of the residuals need at least.
+TRANSFER_TICKS = 1
 
 
 class ProgramError(ValueError):
@@ -63,8 +67,8 @@ class Phase:
     Attributes:
       start, stop: first tick, and one past the last.
       forward, backward: what the ticks run.
-      flush: where the last F's residuals still wait to be written and this phase's ticks write none, the tick whose
-        host_write column says where they go; else None.
+      flush: where a phase without B has left its last residuals to be written, the tick whose host_early column says
+        where they go; else None.
       prefetch: where nothing before this phase has read the residuals of its first B, the tick whose host_read
         column says where they are; else None.
     """
@@ -188,7 +192,7 @@ class _Builder:
             "forward_arrivals": self._forward_arrivals(forward),
             "backward_arrivals": self._backward_arrivals(backward) if self.backward else 0,
             "residual_slots": self._residuals(forward) if self.backward else 0,
-            "host_slots": self._host(forward, phases) if self.offload else 0,
+            "host_slots": self._host(backward, phases) if self.offload else 0,
         }
         return Program(
             schedule=schedule,
@@ -265,24 +269,32 @@ class _Builder:
             most = max(most, self._allocate(device, spans + _garbage(forward, spans, "f_store", _FORWARD)))
         return most
 
-    def _host(self, forward: np.ndarray, phases: tuple[Phase, ...]) -> int:
-        """Residuals on the host live from the tick after F to the tick before B."""
+    def _host(self, backward: np.ndarray, phases: tuple[Phase, ...]) -> int:
+        """Residuals on the host live from the end of F, or from the tick after it, to the tick before B."""
         at = self.at
         most = 0
-        # Ticks that store on the host, with a residual or with garbage: all with an F, and those after one.
-        writes = forward | np.append(False, forward)[: self.ticks]
-        # A phase that flushes before it prefetches still needs what it prefetches after that write.
-        late = {phase.start for phase in phases if phase.flush is not None and phase.prefetch is not None}
+        prefetched = {phase.start for phase in phases if phase.prefetch is not None}
+        writes = []  # every store, should it hold garbage
+        for phase in phases:
+            if phase.flush is not None:
+                moment = phase.start * _MOMENTS + _EARLY_WRITE
+                writes.append(_Span(moment, moment, "host_early", phase.flush, "", 0))
+            if phase.forward:
+                place = ("host_write", _WRITE) if phase.backward else ("host_early", _EARLY_WRITE)
+                writes += [_Span.instant(place[0], tick, place[1]) for tick in range(phase.start, phase.stop)]
         for device in range(self.schedule.devices):
             spans = []
             for s, i in self._passes_on(device):
-                span = _Span.between(
-                    "host_write", at[Kind.F][s, i] + 1, _WRITE, "host_read", at[Kind.B][s, i] - 1, _READ
-                )
-                if at[Kind.B][s, i] in late:
-                    span = dataclasses.replace(span, end=span.end + _MOMENTS)
+                f, b = int(at[Kind.F][s, i]), int(at[Kind.B][s, i])
+                store = ("host_write", f, _WRITE) if backward[f] else ("host_early", f + 1, _EARLY_WRITE)
+                span = _Span.between(*store, "host_read", b - 1, _READ)
+                if b in prefetched:
+                    # Read after the flush at the start of B's phase, if there is one.
+                    span = dataclasses.replace(span, end=b * _MOMENTS + _EARLY_WRITE)
                 spans.append(span)
-            most = max(most, self._allocate(device, spans + _garbage(writes, spans, "host_write", _WRITE)))
+            used = {(span.writer, span.write_tick) for span in spans}
+            garbage = [span for span in writes if (span.writer, span.write_tick) not in used]
+            most = max(most, self._allocate(device, spans + garbage))
         return most
 
 
@@ -304,6 +316,11 @@ class _Span:
         start, end = int(write_tick) * _MOMENTS + write_moment, int(read_tick) * _MOMENTS + read_moment
         return cls(start, end, writer, int(write_tick), reader, int(read_tick))
 
+    @classmethod
+    def instant(cls, writer: str, tick: int, moment: int) -> _Span:
+        """A store that nobody will read."""
+        return cls.between(writer, tick, moment, "", tick, moment)
+
 
 def _of_kind(schedule: Schedule, kind: Kind) -> np.ndarray:
     return schedule.passes[schedule.passes["kind"] == kind]
@@ -312,9 +329,7 @@ def _of_kind(schedule: Schedule, kind: Kind) -> np.ndarray:
 def _garbage(ticks: np.ndarray, spans: list[_Span], writer: str, moment: int) -> list[_Span]:
     """Spans of no length for the ticks in which a device stores what nobody will read."""
     used = {span.write_tick for span in spans if span.writer == writer}
-    return [
-        _Span.between(writer, tick, moment, "", tick, moment) for tick in np.flatnonzero(ticks) if int(tick) not in used
-    ]
+    return [_Span.instant(writer, int(tick), moment) for tick in np.flatnonzero(ticks) if int(tick) not in used]
 
 
 def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tuple[Phase, ...]:
@@ -328,9 +343,9 @@ def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tupl
             continue
         f, b = kinds[start]
         if f or b:
-            flush = None if f else unwritten
+            flush = unwritten if b else None
             phases.append(Phase(start, stop, f, b, flush, prefetch=start - 1 if offload and b and not reading else None))
-            unwritten = stop if f and offload else None
+            unwritten = stop if f and not b and offload else None if b else unwritten
         reading = b
         start = stop
     return tuple(phases)

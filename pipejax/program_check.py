@@ -37,7 +37,7 @@ class _Walk:
     def run(self) -> None:
         for phase in self.program.phases:
             if phase.flush is not None:
-                self._write(phase.flush)
+                self._write("host_early", phase.flush)
                 self.out = {}
             if phase.prefetch is not None:
                 self._read(phase.prefetch)
@@ -51,9 +51,9 @@ class _Walk:
     def _at(self, column: str, device: int, tick: int) -> int:
         return int(self.columns[column][device, tick])
 
-    def _write(self, tick: int) -> None:
+    def _write(self, column: str, tick: int) -> None:
         for device in range(self.program.schedule.devices):
-            self.slots["host", device, self._at("host_write", device, tick)] = self.out.get(device)
+            self.slots["host", device, self._at(column, device, tick)] = self.out.get(device)
 
     def _read(self, tick: int) -> None:
         for device in range(self.program.schedule.devices):
@@ -64,8 +64,8 @@ class _Walk:
         devices = program.schedule.devices
         last = devices * program.schedule.chunks - 1
         arrived = dict(self.arrived)
-        if program.offload and forward:
-            self._write(tick)
+        if program.offload and not backward:
+            self._write("host_early", tick)
         sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
         self.out = {}
         for device in range(devices if forward else 0):
@@ -83,7 +83,10 @@ class _Walk:
             if valid and stage == last:
                 self.slots["dy", device, self._at("head_store", device, tick)] = (stage + 1, unit[1])
         if program.offload and backward:
-            self._read(tick)
+            self.arrived = {}
+            if forward:
+                self._write("host_write", tick)
+                self.out = {}
         for device in range(devices if backward else 0):
             stage = int(self.stage[device, self._at("b_chunk", device, tick)])
             unit = (stage, self._at("b_microbatch", device, tick))
@@ -98,6 +101,8 @@ class _Walk:
                     )
                 self.done.add((Kind.B, *unit))
             sent[Kind.B][device] = unit if valid else None
+        if program.offload and backward:
+            self._read(tick)
         for device in range(devices):
             if forward:
                 value = sent[Kind.F][(device - 1) % devices]

@@ -51,7 +51,7 @@ def test_a_wrong_slot_is_found(column):
     assert found >= 30
 
 
-@pytest.mark.parametrize("column", ["host_write", "host_read"])
+@pytest.mark.parametrize("column", ["host_early", "host_write", "host_read"])
 def test_a_wrong_host_slot_is_found(column):
     program = build(Interleaved(chunks=2), 2, 4, offload=True)
     table = program.table.copy()
@@ -87,7 +87,7 @@ def test_time_does_not_depend_on_offload():
 
 def test_offload_needs_time_between_forward_and_backward():
     schedule = Interleaved(chunks=2).build(devices=2, microbatches=4)
-    with pytest.raises(ProgramError, match="transfer_ticks=2"):
+    with pytest.raises(ProgramError, match="transfer_ticks=1"):
         programs.build(schedule, offload=True)
 
 

@@ -148,9 +148,8 @@ class Step:
         """Brings the transfers of the last phase to their end and those of the next one to their start."""
         carry = dict(carry)
         if phase.flush is not None:
-            slot = _row(table[phase.flush])["host_write"]
-            carry["host"] = _map(lambda ring, value: rings.store_host(ring, value, slot), carry["host"], carry["out"])
-        if not phase.forward:
+            carry = self._write(carry, carry["out"], _row(table[phase.flush])["host_early"])
+        if phase.backward:
             carry.pop("out", None)
         elif "out" not in carry:
             carry["out"] = tuple(rings.filled(struct, self.fill) for struct in moved)
@@ -159,18 +158,22 @@ class Step:
             carry["in"] = _map(lambda ring: rings.load_host(ring, slot), carry["host"])
         return carry
 
+    def _write(self, carry: dict[str, Any], values: tuple[jax.Array, ...], slot: jax.Array) -> dict[str, Any]:
+        return {**carry, "host": _map(lambda ring, value: rings.store_host(ring, value, slot), carry["host"], values)}
+
     def _tick(self, carry: dict[str, Any], row: Row, phase: Phase) -> dict[str, Any]:
         carry = dict(carry)
-        arrived = carry.pop("in", None)
-        if self.program.offload:
-            if phase.forward:
-                carry["host"] = _map(
-                    lambda ring, value: rings.store_host(ring, value, row["host_write"]), carry["host"], carry["out"]
-                )
+        offload = self.program.offload
+        arrived = carry.pop("in", ())
+        if offload and not phase.backward:
+            carry = self._write(carry, carry["out"], row["host_early"])
         if phase.forward:
-            carry, row = self._forward(carry, row)
-        if self.program.offload and phase.backward:
-            carry["in"] = _map(lambda ring: rings.load_host(ring, row["host_read"]), carry["host"])
+            carry, later, moved = self._forward(carry, row)
+            if offload and phase.backward:
+                carry = self._write(carry, moved, row["host_write"])
+            elif offload:
+                carry["out"] = moved
+            row = later
         if phase.backward:
             carry = self._backward(carry, row, arrived)
         return carry
@@ -187,7 +190,7 @@ class Step:
         x = _when(row["f_embed"], embed, x)
         return x, batch, self.local.layer_keys(row["f_chunk"], row["f_microbatch"]), carry
 
-    def _forward(self, carry: dict[str, Any], row: Row) -> tuple[dict[str, Any], Row]:
+    def _forward(self, carry: dict[str, Any], row: Row) -> tuple[dict[str, Any], Row, tuple[jax.Array, ...]]:
         x, batch, keys, carry = self._forward_input(carry, row)
         chunk = row["f_chunk"]
         count = self.local.chunk_layers[chunk]
@@ -197,11 +200,9 @@ class Step:
         carry["loss"] += jnp.where(row["f_valid"] > 0, aux, 0)
         kept, moved = self.chunk.residuals.split(values)
         carry["kept"] = _map(lambda ring, value: rings.store(ring, value, row["f_store"]), carry["kept"], kept)
-        if self.program.offload:
-            carry["out"] = moved
         carry = self._head(carry, row, y, batch)
         carry["x"] = rings.store(carry["x"], self._send(y, 1), row["f_receive"])
-        return carry, row
+        return carry, row, moved
 
     def _head(self, carry: dict[str, Any], row: Row, y: jax.Array, batch: Any) -> dict[str, Any]:
         """Loss, and head forward and backward in one go, where F was of the last stage."""
@@ -218,13 +219,13 @@ class Step:
         carry["grads"] = {**carry["grads"], "head": grads}
         return carry
 
-    def _backward(self, carry: dict[str, Any], row: Row, arrived: tuple[jax.Array, ...] | None) -> dict[str, Any]:
+    def _backward(self, carry: dict[str, Any], row: Row, arrived: tuple[jax.Array, ...]) -> dict[str, Any]:
         chunk, microbatch = row["b_chunk"], row["b_microbatch"]
         batch = self.local.microbatch(microbatch)
         dy, carry["dy"] = rings.load(carry["dy"], row["b_source"])
         loaded = [rings.load(ring, row["b_load"]) for ring in carry["kept"]]
         carry["kept"] = tuple(ring for _, ring in loaded)
-        values = self.chunk.residuals.merge(tuple(value for value, _ in loaded), arrived or ())
+        values = self.chunk.residuals.merge(tuple(value for value, _ in loaded), arrived)
         dx, layers = self.chunk.backward(
             _pick(self.local.layers, chunk),
             values,
@@ -236,6 +237,14 @@ class Step:
             carry["grads"]["layers"],
             chunk,
         )
+
+        # Once dx is there the residuals are free, and the weight gradients still to be computed. So F's send ends here,
+        # and the reads for the next B and B's own send start; without this tie XLA stages what it reads in a copy.
+        tied = carry["x"], carry.get("host", ())
+        dx, (carry["x"], host) = lax.optimization_barrier((dx, tied))
+        if self.program.offload:
+            carry["host"] = host
+            carry["in"] = _map(lambda ring: rings.load_host(ring, row["host_read"]), host)
 
         def embed(_: Any, grads: Any) -> Any:
             key = self.local.part_keys(0, microbatch)

@@ -77,10 +77,10 @@ def compiled(*, pipe=8, chunks=2, microbatches=16, offload="full"):
     return report, pipe_, time.perf_counter() - start
 
 
-def test_full_offload_fits_in_two_gibibytes():
+def test_full_offload_takes_a_gibibyte_and_a_half():
     report, pipe, _ = compiled()
     print(f"p=8 v=2 m=16: device temp {report.device_temp_bytes / GIB:.2f} GiB, host {report.host_temp_bytes / GIB:.2f}")
-    assert report.device_temp_bytes <= 2.2 * GIB
+    assert report.device_temp_bytes <= 1.55 * GIB
     assert report.host_temp_bytes == pipe.program.host_slots * RESIDUAL_BYTES
 
 
@@ -99,6 +99,14 @@ def test_no_ring_is_copied():
         report, pipe, _ = compiled(offload=offload)
         slots = {pipe.program.residual_slots, pipe.program.host_slots}
         assert report.ring_copies(slots) == ()
+
+
+def test_no_tick_with_forward_and_backward_stages_a_residual():
+    """The loop that runs nearly all of the time copies no leaf on its way to or from the host."""
+    report, _, _ = compiled()
+    (both,) = {name for name in report.sends if report.sends.count(name) == 2}
+    big = [copy for copy in report.copies if copy.computation == both and copy.bytes > RESIDUAL_BYTES / 8]
+    assert big == []
 
 
 def test_each_residual_is_written_once_and_read_once():
