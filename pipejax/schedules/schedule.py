@@ -107,6 +107,7 @@ class Schedule:
       lockstep: whether one slot of a device holds up to one pass of each kind (a tick of the scan) and all
         devices run the same kinds in the same slot.
       slices: sequence slices per microbatch; the unit of work is (microbatch, slice).
+      offload_chunks: how many chunks of each device, the longest-lived, the schedule is meant to keep in host memory.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Schedule:
     split_backward: bool = False
     lockstep: bool = False
     slices: int = 1
+    offload_chunks: int = 0
 
     @property
     def slots(self) -> int:

@@ -87,7 +87,7 @@ def plan(
         stages = schedule.placement.stage[device]
         lane = _Lane(*(table[stages].reshape(-1) for table in (ready, needed, begin, end)), width, link.lanes)
         order = _longest_first(needed[stages] - begin[stages], timeline.costs.chunk, chunks)
-        chosen = lane.choose(order, _phases(link, device, width), memory_limit, unit=1 / schedule.slices)
+        chosen = lane.choose(order, _turns(link, device, width), memory_limit, unit=1 / schedule.slices)
         moved.append(_rows(timeline, link, device, chosen, width))
     return dataclasses.replace(timeline, transfers=_sorted(np.concatenate(moved)))
 
@@ -159,13 +159,47 @@ def _longest_first(lifespan: np.ndarray, grain: float, chunks: int | None) -> np
     return order[np.isin(chunk[order], longest)]
 
 
-def _phases(link: Link, device: int, width: float) -> np.ndarray:
-    """When a lane's turns start. Devices that share the way start half a round apart, at a time that both know."""
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """How one lane is divided among offloads and reloads.
+
+    Attributes:
+      phase: when its first place starts; each is as long as a transfer.
+      strict: whether offloads and reloads take every other place, or any that is free.
+    """
+
+    phase: float
+    strict: bool
+
+
+def _turns(link: Link, device: int, width: float) -> list[_Turns]:
     if link.lanes == 2:
-        return np.zeros(1)
+        return [_Turns(0.0, strict=False)]
     if link.shared:
-        return np.array([width * (device % 2)])
-    return np.arange(_PHASES) * (2 * width / _PHASES)
+        # Strict turns half a round apart: the two devices of a pair always go in opposite directions.
+        return [_Turns(width * (device % 2), strict=True)]
+    phases = np.arange(_PHASES) / _PHASES
+    return [_Turns(2 * width * x, strict=True) for x in phases] + [_Turns(width * x, strict=False) for x in phases]
+
+
+def _each_after(first: np.ndarray) -> np.ndarray:
+    """The earliest places, none before `first` (which rises) and all at least 1 apart."""
+    rank = np.arange(len(first))
+    return np.maximum.accumulate(first - rank) + rank
+
+
+def _each_before(last: np.ndarray) -> np.ndarray:
+    """The latest places, none after `last` (which rises) and all at least 1 apart."""
+    rank = np.arange(len(last))
+    return np.minimum.accumulate((last - rank)[::-1])[::-1] + rank
+
+
+def _ceil(x: np.ndarray) -> np.ndarray:
+    return np.ceil(x - _SLACK)
+
+
+def _floor(x: np.ndarray) -> np.ndarray:
+    return np.floor(x + _SLACK)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,37 +229,43 @@ class _Lane:
     width: float
     lanes: int
 
-    def place(self, index: np.ndarray, phase: float) -> _Chosen | None:
+    def place(self, index: np.ndarray, turns: _Turns) -> _Chosen | None:
         """The transfers of these activations, or None where some would come back before they have left."""
         out, back = np.empty(len(index)), np.empty(len(index))
         leave, come = np.argsort(self.ready[index], kind="stable"), np.argsort(self.needed[index], kind="stable")
-        rank = np.arange(len(index))
-        step = self.width if self.lanes == 2 else 2 * self.width
-        first, last = self.ready[index][leave], self.needed[index][come] - self.width
-        if self.lanes == 1:  # the next turn of the lane's grid; a reload's turn comes one width after an offload's
-            first = phase + step * np.ceil((first - phase) / step - _SLACK)
-            last = phase + self.width + step * np.floor((last - phase - self.width) / step + _SLACK)
-        # One after another: none within a step of the one before (offloads), or of the one after (reloads).
-        out[leave] = np.maximum.accumulate(first - step * rank) + step * rank
-        back[come] = np.minimum.accumulate((last - step * rank)[::-1])[::-1] + step * rank
+        ready, last = self.ready[index][leave], self.needed[index][come] - self.width
+        if self.lanes == 2:
+            out[leave] = _each_after(ready / self.width) * self.width
+            back[come] = _each_before(last / self.width) * self.width
+        elif turns.strict:  # a round is an offload's place and then a reload's
+            width = 2 * self.width
+            out[leave] = turns.phase + width * _each_after(_ceil((ready - turns.phase) / width))
+            begin = turns.phase + self.width
+            back[come] = begin + width * _each_before(_floor((last - begin) / width))
+        else:  # reloads have their deadlines, offloads take the places between them
+            taken = _each_before(_floor((last - turns.phase) / self.width))
+            first = _ceil((ready - turns.phase) / self.width)
+            free = _each_after(first - np.searchsorted(taken, first))  # counts places that are not taken
+            place = free + np.searchsorted(taken - np.arange(len(taken)), free, side="right")
+            out[leave], back[come] = turns.phase + self.width * place, turns.phase + self.width * taken
         if (back < out + self.width - _SLACK).any():
             return None
         return _Chosen(index=index, out=out, back=back)
 
-    def choose(self, order: np.ndarray, phases: np.ndarray, memory_limit: float | None, *, unit: float) -> _Chosen:
-        """As many as fit of `order`, the first ones before the others, at the phase with the lowest peak."""
+    def choose(self, order: np.ndarray, ways: list[_Turns], memory_limit: float | None, *, unit: float) -> _Chosen:
+        """As many as fit of `order`, the first ones before the others, in the turns with the lowest peak."""
         fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
         best, best_peak = None, np.inf
-        for phase in phases.tolist():
-            chosen = self._longest_prefix(fits, phase)
+        for turns in ways:
+            chosen = self._longest_prefix(fits, turns)
             rest = fits[len(chosen.index) :]
             # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
-            for candidate in (chosen, self._add(chosen, rest, phase)):
+            for candidate in (chosen, self._add(chosen, rest, turns)):
                 peak = self.peak(candidate, unit)
                 if (peak, -len(candidate.index)) < (best_peak, -len(best.index) if best else 0):
-                    best, best_peak, best_phase = candidate, peak, phase
+                    best, best_peak, best_turns = candidate, peak, turns
         if memory_limit is not None and best_peak <= memory_limit:
-            return self._fewest(best, best_phase, memory_limit, unit)
+            return self._fewest(best, best_turns, memory_limit, unit)
         return best
 
     def peak(self, chosen: _Chosen, unit: float) -> float:
@@ -236,8 +276,8 @@ class _Lane:
         end = np.concatenate([self.end[stay], chosen.out + self.width, self.end[chosen.index]])
         return float(held_over_time(begin, end, unit=unit)[1].max(initial=0.0))
 
-    def _longest_prefix(self, order: np.ndarray, phase: float) -> _Chosen:
-        return self._bisect(lambda count: self.place(order[:count], phase), len(order))
+    def _longest_prefix(self, order: np.ndarray, turns: _Turns) -> _Chosen:
+        return self._bisect(lambda count: self.place(order[:count], turns), len(order))
 
     @staticmethod
     def _bisect(attempt: Callable[[int], _Chosen | None], most: int) -> _Chosen:
@@ -252,7 +292,7 @@ class _Lane:
             middle = (low + high) // 2
         return best
 
-    def _add(self, chosen: _Chosen, rest: np.ndarray, phase: float) -> _Chosen:
+    def _add(self, chosen: _Chosen, rest: np.ndarray, turns: _Turns) -> _Chosen:
         """Adds what else fits, in halves down to small batches."""
         smallest = max(int(len(self.ready) * _SMALLEST_BATCH), 1)
         stack = [rest]
@@ -260,19 +300,19 @@ class _Lane:
             batch = stack.pop()
             if not len(batch):
                 continue
-            if (more := self.place(np.concatenate([chosen.index, batch]), phase)) is not None:
+            if (more := self.place(np.concatenate([chosen.index, batch]), turns)) is not None:
                 chosen = more
             elif len(batch) > smallest:
                 half = len(batch) // 2
                 stack += [batch[half:], batch[:half]]
         return chosen
 
-    def _fewest(self, chosen: _Chosen, phase: float, memory_limit: float, unit: float) -> _Chosen:
+    def _fewest(self, chosen: _Chosen, turns: _Turns, memory_limit: float, unit: float) -> _Chosen:
         """The shortest prefix that stays below the limit. Fewer transfers are never later, so halving finds it."""
         low, high = -1, len(chosen.index)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self.place(chosen.index[:middle], phase)
+            found = self.place(chosen.index[:middle], turns)
             if self.peak(found, unit) <= memory_limit:
                 chosen, high = found, middle
             else:
