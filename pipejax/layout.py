@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from pipejax.schedules.schedule import IntArray, Placement
 
@@ -87,3 +88,11 @@ def spread(*, num_layers: int, placement: Placement) -> Layout:
     ends = [stages - 1 - i // 2 if i % 2 == 0 else i // 2 for i in range(stages)]
     counts[ends[: full * stages - num_layers]] -= 1
     return Layout(num_layers=num_layers, placement=placement, counts=counts)
+
+
+def rest_spec(shape: tuple[int, ...], pipe: int) -> PartitionSpec:
+    """Shards the first axis that the pipeline's devices divide; an array with none is held by every device."""
+    for axis, size in enumerate(shape):
+        if size and size % pipe == 0:
+            return PartitionSpec(*(None,) * axis, "pipe")
+    return PartitionSpec()

@@ -229,7 +229,7 @@ class Pipeline:
 
     def _specs(self) -> Any:
         pipe = self.mesh.shape[AXIS]
-        rest = {part: jax.tree.map(lambda leaf: _rest_spec(leaf.shape, pipe), self.structs[part]) for part in ("embed", "head")}
+        rest = {part: jax.tree.map(lambda leaf: layouts.rest_spec(leaf.shape, pipe), self.structs[part]) for part in ("embed", "head")}
         return {**rest, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), self.structs["layers"])}
 
     def _microbatch(self, batch: Any) -> Any:
@@ -271,14 +271,6 @@ def _blank(leaf: jax.Array, index: jax.Array) -> jax.Array:
     """Stacked layers [positions, ...] shaped as `index`, zero where a position is a filler."""
     filler = (index.reshape(-1) < 0).reshape((-1,) + (1,) * (leaf.ndim - 1))
     return jnp.where(filler, jnp.zeros((), leaf.dtype), leaf).reshape(*index.shape, *leaf.shape[1:])
-
-
-def _rest_spec(shape: tuple[int, ...], pipe: int) -> PartitionSpec:
-    """Shards the first axis that the pipeline divides; an array with none is held by every device."""
-    for axis, size in enumerate(shape):
-        if size and size % pipe == 0:
-            return PartitionSpec(*(None,) * axis, AXIS)
-    return PartitionSpec()
 
 
 def _signature(microbatch: Any) -> Any:

@@ -1,0 +1,183 @@
+"""A byte-level GPT trained on the Python standard library's source through a pipeline of 8 devices; what `make demo` runs.
+
+On a machine without GPUs the devices are virtual. Activations of every block go through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+import sysconfig
+from typing import Literal
+
+import tyro
+
+from experiments.devices import prepare
+
+prepare(virtual=8)
+
+import jax  # noqa: E402  (devices are settled first)
+
+import pipejax as pj  # noqa: E402
+from pipejax import data, train  # noqa: E402
+from pipejax.models import gpt  # noqa: E402
+from pipejax.schedules import draw  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the GPT; its vocabulary is bytes."""
+
+    num_layers: int = 16
+    """Blocks."""
+    hidden_size: int = 64
+    """Width."""
+    num_heads: int = 4
+    """Attention heads; they divide the width."""
+    dropout: float = 0.0
+    """Dropout rate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How the model is cut and what runs when."""
+
+    devices: int = 8
+    """Devices in the pipeline."""
+    chunks: int = 2
+    """Chunks on each device."""
+    schedule: str = "lockstep-interleaved"
+    """A name from pipejax.schedules.NAMES."""
+    microbatches: int = 16
+    """Parts that a batch is cut into; they divide it."""
+    offload: Literal["full", "none"] = "full"
+    """Whether named activations wait for the backward pass in pinned host memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    folder: pathlib.Path = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    """A folder of text; Python's own library by default, so nothing is downloaded."""
+    pattern: str = "*.py"
+    """Which of its files."""
+    batch_size: int = 32
+    """Windows in a batch."""
+    length: int = 128
+    """Bytes in a window."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a small GPT through a pipeline."""
+
+    out: pathlib.Path = pathlib.Path("runs/gpt_tiny")
+    """Folder for metrics, checkpoints, the schedule's picture and the tokens."""
+    steps: int = 200
+    """Optimizer steps."""
+    seed: int = 0
+    """Of parameters, dropout, data order and the sample."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `out`, as if the run had never stopped."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    sample_tokens: int = 200
+    """Bytes of text to write at the end; 0 for none."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: train.OptimizerConfig = dataclasses.field(
+        default_factory=lambda: train.OptimizerConfig(learning_rate=5e-3, warmup_steps=20)
+    )
+
+
+def make_pipeline(config: Config) -> pj.Pipeline:
+    """The model in its pipeline."""
+    model = gpt.Config(vocab_size=data.VOCAB_SIZE, max_length=config.data.length, **dataclasses.asdict(config.model))
+    return pj.Pipeline(
+        embed=functools.partial(gpt.Embed, model),
+        block=functools.partial(gpt.Block, model),
+        head=functools.partial(gpt.Head, model),
+        num_layers=model.num_layers,
+        mesh=pj.make_mesh(pipe=config.pipeline.devices),
+        schedule=pj.schedules.by_name(config.pipeline.schedule, chunks=config.pipeline.chunks),
+        offload=pj.Offload.full() if config.pipeline.offload == "full" else pj.Offload.none(),
+        num_microbatches=config.pipeline.microbatches,
+    )
+
+
+def run(config: Config) -> None:
+    """Trains, draws the schedule, and writes a sample; bad input raises ValueError before anything is compiled."""
+    pipe = make_pipeline(config)
+    tokens = data.tokenize_folder(config.data.folder, config.out / "tokens.bin", pattern=config.data.pattern)
+    loader = data.Loader(tokens, batch_size=config.data.batch_size, length=config.data.length, seed=config.seed)
+    optimizer = train.make_optimizer(config.optimizer, config.steps)
+    trainer = train.Trainer(pipe, optimizer, batch=loader.batch(0), seed=config.seed)
+    identity = {
+        name: dataclasses.asdict(part)
+        for name, part in (("model", config.model), ("optimizer", config.optimizer))
+    } | {
+        "seed": config.seed,
+        "steps": config.steps,
+        "microbatches": config.pipeline.microbatches,
+        "batch_size": config.data.batch_size,
+        "length": config.data.length,
+        "tokens": len(tokens.tokens),
+    }
+    checkpoints = train.Checkpoints(config.out / "checkpoints", trainer, identity=identity)
+    start = checkpoints.restore() if config.resume else None
+
+    picture = config.out / "schedule.svg"
+    picture.write_text(draw.svg(pipe.plan))
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pipe.to_layers, pipe.structs)))
+    print(
+        f"GPT of {count:,} parameters, {config.model.num_layers} layers, on {config.pipeline.devices} "
+        f"{jax.devices()[0].platform} devices: {config.pipeline.schedule}, {config.pipeline.chunks} chunks each, "
+        f"{config.pipeline.microbatches} microbatches, offload {config.pipeline.offload}.\n"
+        f"Text: {len(tokens.tokens):,} bytes of {config.data.folder}/{config.data.pattern}, "
+        f"{loader.tokens_per_batch:,} a step."
+    )
+    if start is not None:
+        print(f"Resuming after step {int(start.step)}.")
+    run_config = train.RunConfig(
+        out=config.out,
+        steps=config.steps,
+        checkpoint_every=config.checkpoint_every,
+    )
+    state, losses = train.train(trainer, loader, checkpoints, run_config, start=start)
+    checkpoints.close()
+    if losses:
+        print(f"Loss: {losses[0]:.3f} nats a byte at the first step, {losses[-1]:.3f} at the last.")
+    if config.sample_tokens and int(state.step) == config.steps:
+        print("What it writes after 'def ':\n")
+        text = train.sample(
+            pipe,
+            state.params,
+            data.encode("def "),
+            tokens=config.sample_tokens,
+            window=config.data.length,
+            temperature=0.7,
+            key=jax.random.key(config.seed),
+        )
+        print("    " + data.decode(text).replace("\n", "\n    "))
+    print(
+        f"\nMetrics: {config.out}/metrics.jsonl (and tensorboard --logdir {config.out}/tensorboard)\n"
+        f"Schedule, with its transfer lanes: {picture}\n"
+        f"Checkpoints: {config.out}/checkpoints (go on with --resume)"
+    )
+
+
+def main() -> None:
+    """Reads the flags and runs; a mistake in them ends with one sentence."""
+    config = tyro.cli(Config, description=__doc__)
+    try:
+        run(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

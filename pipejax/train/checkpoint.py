@@ -1,0 +1,119 @@
+"""Checkpoints: layer-major whatever the pipeline, written by orbax, asynchronous and atomic."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from pipejax.layout import rest_spec
+from pipejax.train.state import Trainer, TrainState
+
+FORMAT = "pipejax checkpoint, version 1"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says what to change."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A checkpoint holds the state layer-major, so any number of devices and chunks can restore it, and beside it the
+    run's identity: what must be the same for the run to go on as if it had never stopped. The data position and the
+    dropout keys are functions of step and seed, which are both in it.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], trainer: Trainer, *, identity: dict[str, Any], keep: int = 3
+    ) -> None:
+        """Opens a folder, which need not exist yet.
+
+        Args:
+          folder: where the checkpoints are.
+          trainer: makes the states to save, and shapes and shards those restored.
+          identity: JSON values by name.
+          keep: how many of the newest checkpoints to keep.
+        """
+        self.folder = pathlib.Path(folder).absolute()
+        self._trainer, self._identity = trainer, identity
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        )
+        layered = jax.eval_shape(trainer.to_layers, trainer.structs)
+        pipe = trainer.pipe.mesh.shape["pipe"]
+        self._shardings = jax.tree.map(
+            lambda leaf: NamedSharding(trainer.pipe.mesh, rest_spec(leaf.shape, pipe)), layered
+        )
+        self._abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            layered,
+            self._shardings,
+        )
+        self._to_layers = jax.jit(trainer.to_layers, out_shardings=self._shardings)
+        self._from_layers = jax.jit(trainer.from_layers, out_shardings=trainer.shardings)
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState) -> None:
+        """Starts saving a state, and returns once it has been copied out of the devices."""
+        step = int(state.step)
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(self._to_layers(state)),
+            identity=ocp.args.JsonSave({"format": FORMAT, **self._identity}),
+        )
+        self._manager.save(step, args=arguments)
+
+    def restore(self) -> TrainState:
+        """The newest checkpoint's state, sharded as the trainer's pipeline has it.
+
+        Raises:
+          CheckpointError: there is none, it is of another run or model, or it is damaged.
+        """
+        step = self.latest
+        if step is None:
+            raise CheckpointError(f"{self.folder} holds no checkpoint to resume from; run without --resume first.")
+        self._check_identity(step)
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(self._abstract))
+            )
+            return self._from_layers(restored["state"])
+        except Exception as error:
+            raise CheckpointError(self._damaged(step, error)) from error
+
+    def _check_identity(self, step: int) -> None:
+        try:
+            saved = dict(self._manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"])
+        except Exception as error:
+            raise CheckpointError(self._damaged(step, error)) from error
+        if saved.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{self.folder}/{step} was not written by this version of pipejax; use another folder.")
+        for name in sorted(self._identity.keys() | saved.keys()):
+            if saved.get(name) != self._identity.get(name):
+                raise CheckpointError(
+                    f"the checkpoint {self.folder}/{step} is of a run with {name} = {saved.get(name)!r}, and this one "
+                    f"has {self._identity.get(name)!r}; make them equal, or use another folder."
+                )
+
+    def _damaged(self, step: int, error: Exception) -> str:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return (
+            f"the checkpoint {self.folder}/{step} is damaged or foreign ({reason}); remove that folder to resume from "
+            "the one before."
+        )
+
+    def wait(self) -> None:
+        """Waits until all saves are on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for saves and lets go of the folder."""
+        self._manager.close()
