@@ -60,9 +60,7 @@ class GISH:
         return grouped("gis-h", devices, self.chunks, microbatches, math.ceil(devices / 2), transfer_ticks)
 
 
-def grouped(
-    name: str, devices: int, chunks: int, microbatches: int, group: int, transfer_ticks: int
-) -> Schedule:
+def grouped(name: str, devices: int, chunks: int, microbatches: int, group: int, transfer_ticks: int) -> Schedule:
     """The building block of one group, repeated every 3 g v slots, then each device's order run as soon as possible."""
     check_size(name, devices, microbatches)
     refuse_transfer_ticks(name, transfer_ticks)

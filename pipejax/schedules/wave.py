@@ -1,0 +1,52 @@
+"""Wave-like pipelines: each chunk runs over the devices the other way than the one before (Hanayo, arXiv 2308.15762)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pipejax.schedules.blocks import refuse_transfer_ticks
+from pipejax.schedules.costs import UNIT, Costs
+from pipejax.schedules.greedy import greedy
+from pipejax.schedules.schedule import Schedule, check_chunks, check_size, wave
+from pipejax.schedules.simulate import simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Wave:
+    """Hanayo's waves by list scheduling, within the memory of interleaved 1F1B.
+
+    A wave turns on the device it is on, so hand-overs at the turns need no communication.
+
+    Attributes:
+      chunks: v, chunks on each device; v / 2 waves.
+      costs: the times of passes that the order is made for.
+    """
+
+    chunks: int = 4
+    costs: Costs = UNIT
+
+    def __post_init__(self) -> None:
+        check_chunks(self.chunks)
+
+    def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
+        """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
+        check_size("wave", devices, microbatches)
+        refuse_transfer_ticks("wave", transfer_ticks)
+        placement = wave(devices, self.chunks)
+        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest.
+        candidates = [
+            greedy(
+                "wave",
+                placement,
+                devices=devices,
+                microbatches=microbatches,
+                limits=[(self.chunks + 1) * devices] * devices,  # as interleaved 1F1B
+                split_backward=False,
+                costs=self.costs,
+                deep_first=deep_first,
+                group=group,
+            )
+            for group in (devices, None)
+            for deep_first in (True, False)
+        ]
+        return min(candidates, key=lambda schedule: simulate(schedule, self.costs).makespan)
