@@ -1,37 +1,127 @@
-"""XLA flags that a pipeline on GPUs wants, as far as this JAX knows them."""
+"""The XLA flags that pipelines want on GPUs, those of them that this XLA knows.
+
+An unknown flag in XLA_FLAGS aborts the process and the set differs between versions, so each is tried in a process of
+its own; what was found is remembered per version of jaxlib.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.metadata
+import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 
-# Each flag, and why.
-FLAGS = {
-    "--xla_gpu_experimental_parallel_async_compute_limit=16": (
-        "copies to and from host memory may spread over compute: by default a copy ends right after it starts"
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One XLA flag: its name without dashes, its value, and why it is set."""
+
+    name: str
+    value: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"--{self.name}={self.value}"
+
+
+_WANTED = (
+    Flag(
+        "xla_gpu_experimental_parallel_async_compute_limit",
+        "16",
+        "lets all host transfers of a tick be under way at once; by default one ends right after its start",
     ),
-    "--xla_gpu_experimental_parallel_collective_overlap_limit=2": (
-        "F's and B's sends may both run beside the weight gradients: by default one waits for the other"
+    Flag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        "2",
+        "lets the sends of F and of B both run beside the weight gradients",
     ),
-    "--xla_disable_hlo_passes=rematerialization": (
-        "XLA's own rematerialization counts pinned host buffers as device memory and recomputes for nothing"
+    Flag(
+        "xla_disable_hlo_passes",
+        "rematerialization",
+        "that pass counts pinned host buffers as device memory, and would compute again what fits",
     ),
-}
+)
+
+_PROBE = "import jaxlib.xla_client as c; c.make_cpu_client()"
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaFlags:
+    """A set of flags that this XLA accepts; `str()` gives what XLA_FLAGS is to hold."""
+
+    flags: tuple[Flag, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.flags))
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """The same for `jax.jit(..., compiler_options=...)`, which needs no environment variable."""
+        return {flag.name: flag.value for flag in self.flags}
+
+    def explain(self) -> str:
+        """One line per flag, with the reason for it."""
+        return "\n".join(f"{flag}  # {flag.why}" for flag in self.flags)
+
+    def set(self) -> None:
+        """Adds the flags to XLA_FLAGS; call it before JAX first looks for devices. What is set there already wins."""
+        there = os.environ.get("XLA_FLAGS", "")
+        added = [str(flag) for flag in self.flags if f"--{flag.name}=" not in there]
+        os.environ["XLA_FLAGS"] = " ".join([*there.split(), *added])
+
+
+def xla_flags() -> XlaFlags:
+    """The flags that pipelines want on GPUs, without those that the installed XLA doesn't know."""
+    return XlaFlags(tuple(flag for flag in _WANTED if flag.name in _accepted(importlib.metadata.version("jaxlib"))))
 
 
 @functools.cache
-def _accepted(flag: str) -> bool:
-    # An unknown flag aborts the process, so it is tried in one of its own.
-    code = "import jax; jax.jit(lambda x: x + 1).lower(1.0).compile()"
-    environment = {**os.environ, "XLA_FLAGS": flag}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False).returncode == 0
+def _accepted(version: str) -> frozenset[str]:
+    wanted = tuple(map(str, _WANTED))
+    path = _cache_folder() / f"xla_flags_{version}.json"
+    try:
+        known = json.loads(path.read_text())
+        if known["wanted"] == list(wanted):
+            return frozenset(known["accepted"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    accepted = probe([flag.name for flag in _WANTED], {flag.name: flag.value for flag in _WANTED})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"wanted": wanted, "accepted": sorted(accepted)}, file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a folder that cannot be written costs a second a process
+    return accepted
 
 
-def xla_flags() -> tuple[str, ...]:
-    """The flags of `FLAGS` that the installed JAX accepts, to be put into XLA_FLAGS before JAX starts.
+def probe(names: list[str], values: dict[str, str]) -> frozenset[str]:
+    """Which of some flags XLA accepts, tried in processes of their own."""
+    left = list(names)
+    while left:
+        run = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            env={**os.environ, "XLA_FLAGS": " ".join(f"--{name}={values[name]}" for name in left)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode == 0:
+            break
+        refused = [name for name in left if re.search(rf"\b{name}\b", run.stderr)]
+        if not refused:
+            raise RuntimeError(f"XLA did not start while its flags were tried: {run.stderr.strip()[-500:]}")
+        left = [name for name in left if name not in refused]
+    return frozenset(left)
 
-    Takes some seconds: each flag is tried in a process of its own.
-    """
-    return tuple(flag for flag in FLAGS if _accepted(flag))
+
+def _cache_folder() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "pipejax"

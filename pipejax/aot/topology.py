@@ -1,57 +1,56 @@
-"""Meshes of GPUs that are not there, to compile against (DESIGN section 6)."""
+"""Devices of GPUs that are not there: enough of them to lower and compile against."""
 
 from __future__ import annotations
 
-import importlib.resources
-import importlib.util
+import importlib.metadata
 import os
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
+
+from pipejax.aot.targets import Target, load_target
+from pipejax.mesh import make_mesh
 
 
-def environment() -> dict[str, str]:
-    """Environment variables to set before JAX starts in a process that compiles for absent GPUs.
-
-    XLA_FLAGS need adding as well: `--xla_gpu_autotune_level=0`, since there is no GPU to tune on, and what `xla_flags`
-    says.
-    """
-    return {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+class PluginMissingError(RuntimeError):
+    """JAX's GPU compiler is not installed."""
 
 
-def gpu_mesh(*, pipe: int, target: str = "h100-80g") -> Mesh:
-    """A mesh of `pipe` GPUs with the axis `pipe`.
+def gpu_devices(count: int, *, target: str | Target = "h100-80g") -> list[jax.Device]:
+    """Compile-only devices of a target.
+
+    Nodes are filled in order; a count below a node's GPUs is one node.
 
     Args:
-      pipe: devices.
-      target: the name of a file in `pipejax/aot/targets`.
+      count: how many.
+      target: a name, a TOML file, or a `Target`.
 
     Raises:
-      RuntimeError: this process cannot compile for GPUs, with what to change.
-      ValueError: there is no such target.
+      PluginMissingError: the plugin that holds XLA's GPU compiler is not installed; says how to install it.
     """
-    missing = [name for name, value in environment().items() if os.environ.get(name) != value]
-    if "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", ""):
-        missing.append("XLA_FLAGS")
-    if missing:
-        raise RuntimeError(
-            f"gpu_mesh: set {', '.join(missing)} before JAX starts, as pj.aot.environment() says, with "
-            "XLA_FLAGS=--xla_gpu_autotune_level=0."
+    target = target if isinstance(target, Target) else load_target(target)
+    per_node = min(count, target.node_gpus)
+    if count % per_node:
+        raise ValueError(f"{count} devices do not fill nodes of {per_node} GPUs; take a multiple of {per_node}.")
+    # Without it the plugin looks for CUDA's libraries, which only running needs.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x{count // per_node}x{per_node}",
+            target_config=target.target_config,
         )
-    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)):
-        raise RuntimeError("gpu_mesh: the plugin that compiles for GPUs is missing; pip install 'pipejax[aot]'.")
-    folder = importlib.resources.files("pipejax.aot") / "targets"
-    file = folder / f"{target}.txtpb"
-    if not file.is_file():
-        names = sorted(item.name.removesuffix(".txtpb") for item in folder.iterdir() if item.name.endswith(".txtpb"))
-        raise ValueError(f"gpu_mesh: there is no target {target!r}; the targets are: {', '.join(names)}.")
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=f"1x1x{pipe}", target_config=file.read_text()
-    )
-    return Mesh(np.array(topology.devices).reshape(pipe), ("pipe",), axis_types=(AxisType.Auto,))
+    except NotImplementedError as error:
+        raise PluginMissingError(_how_to_install()) from error
+    return list(topology.devices)
+
+
+def gpu_mesh(*, pipe: int, target: str | Target = "h100-80g") -> Mesh:
+    """A mesh like `pj.make_mesh`'s, of GPUs that are not there; see `gpu_devices`."""
+    return make_mesh(pipe=pipe, devices=gpu_devices(pipe, target=target))
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
@@ -60,4 +59,12 @@ def abstract(tree: Any, shardings: Any) -> Any:
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+    )
+
+
+def _how_to_install() -> str:
+    version = importlib.metadata.version("jaxlib")
+    return (
+        "compiling for GPUs needs JAX's GPU compiler, without any CUDA library: "
+        f"pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}"
     )
