@@ -43,6 +43,8 @@ _FREE = frozenset(
         "tuple",
     }
 )
+_Plain = tuple[str, tuple[int, ...]]  # element type and dimensions
+
 _CONTROL = frozenset({"call", "conditional", "while"})
 
 
@@ -139,12 +141,13 @@ class Section:
 
 def sections(module: Module) -> tuple[Section, ...]:
     """The entry and every loop body under it, outer before inner, in the order in which they are launched."""
-    return tuple(_section(module, *place) for place in _walk(module, module.entry, 1, 0, None))
+    return tuple(_section(module, place) for place in _walk(module, _Place(module.entry, 1, 0, frozenset())))
 
 
 def scheduled(module: Module) -> tuple[Computation, ...]:
-    """The entry and every loop body under it, each once."""
-    return tuple({computation.id: computation for computation, *_ in _walk(module, module.entry, 1, 0, None)}.values())
+    """The entry and every loop body and branch under it, each once."""
+    computations = (place.computation for place in _walk(module, _Place(module.entry, 1, 0, frozenset())))
+    return tuple({computation.id: computation for computation in computations}.values())
 
 
 def sliced_carries(module: Module) -> frozenset[Shape]:
@@ -155,27 +158,37 @@ def sliced_carries(module: Module) -> frozenset[Shape]:
     return frozenset(shape for loop in loops for shape in _carried_slices(module, loop))
 
 
-_Place = tuple[Computation, "int | None", int, "Instruction | None"]
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A computation, how often it runs, and the rings of the loops around it."""
+
+    computation: Computation
+    trips: int | None
+    depth: int
+    rings: frozenset[_Plain]
 
 
-def _walk(
-    module: Module, computation: Computation, trips: int | None, depth: int, loop: Instruction | None
-) -> Iterator[_Place]:
-    yield computation, trips, depth, loop
-    for instruction in computation.instructions:
+def _walk(module: Module, place: _Place) -> Iterator[_Place]:
+    yield place
+    for instruction in place.computation.instructions:
         if instruction.opcode == "while":
-            inner = instruction.trip_count
-            total = None if inner is None or trips is None else trips * inner
-            yield from _walk(module, module.body(instruction), total, depth + 1, instruction)
+            count = instruction.trip_count
+            yield from _walk(
+                module,
+                _Place(
+                    module.body(instruction),
+                    trips=None if count is None or place.trips is None else place.trips * count,
+                    depth=place.depth + 1,
+                    rings=place.rings | {_plain(shape) for shape in _carried_slices(module, instruction)},
+                ),
+            )
         elif instruction.opcode in ("call", "conditional"):
             for called in instruction.called:
-                yield from _walk(module, module.computations[called], trips, depth, None)
+                yield from _walk(module, dataclasses.replace(place, computation=module.computations[called]))
 
 
-def _section(
-    module: Module, computation: Computation, trips: int | None, depth: int, loop: Instruction | None
-) -> Section:
-    rings = {_plain(shape) for shape in _carried_slices(module, loop)} if loop else set()
+def _section(module: Module, where: _Place) -> Section:
+    computation = where.computation
     transfers, collectives, copies, kernels = [], [], [], []
     dots = 0
     for place, instruction in enumerate(computation.instructions):
@@ -185,20 +198,21 @@ def _section(
         done = _done(computation, instruction, place)
         if exchange := collective(module, computation, instruction):
             collectives.append(exchange)
+        elif (shape := copied(module, computation, instruction)) is not None:
+            if shape.bytes >= LEAST_BYTES:
+                ring = _plain(shape) in where.rings
+                copies.append(Copy(instruction.name, shape.bytes, str(shape), ring, shape.on_host))
         elif moved := transfer(computation, instruction):
             direction, array = moved
             transfers.append(
                 Transfer(instruction.name, direction, _total(array), place, done, " ".join(map(str, array)))
             )
-        elif (shape := _copied(module, instruction)) and shape.bytes >= LEAST_BYTES:
-            ring = _plain(shape) in rings
-            copies.append(Copy(instruction.name, shape.bytes, str(shape), ring, shape.on_host))
         if (name := kernel_name(instruction)) and name != "AllocateBuffer":
             kernels.append(name)
     return Section(
         name=computation.name,
-        trips=trips,
-        depth=depth,
+        trips=where.trips,
+        depth=where.depth,
         length=len(computation.instructions),
         dots=dots,
         kernels=tuple(kernels),
@@ -289,21 +303,24 @@ def _done(computation: Computation, start: Instruction, place: int) -> int:
     return len(computation.instructions)
 
 
-def _copied(module: Module, instruction: Instruction) -> Shape | None:
+def copied(module: Module, computation: Computation, instruction: Instruction) -> Shape | None:
     """The buffer that an instruction copies within its memory, if that is all it does."""
-    if instruction.opcode == "copy":
-        return instruction.shape
-    if instruction.opcode == "copy-start":
-        return instruction.shape.parts[0]
-    if instruction.opcode in ("fusion", "async-start") and instruction.called:
-        body = module.computations[instruction.called[0]]
-        root = body.by_id[body.root]
-        if instruction.opcode == "async-start" and root.opcode == "fusion":
-            return _copied(module, root)
-        work = [inner for inner in body.instructions if inner.opcode not in _FREE]
-        if len(work) == 1 and work[0].opcode in ("copy", "transpose"):
-            return root.shape
-    return None
+    if not instruction.operands or not _only_copies(module, instruction):
+        return None
+    source, (result, *_) = computation.operand(instruction, 0).shape, _given(instruction)
+    return result if source.on_host == result.on_host else None
+
+
+def _only_copies(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode in ("copy", "copy-start"):
+        return True
+    if instruction.opcode not in ("fusion", "async-start"):
+        return False
+    body = module.computations[instruction.called[0]]
+    work = [inner for inner in body.instructions if inner.opcode not in _FREE]
+    if len(work) != 1:
+        return False
+    return work[0].opcode in ("copy", "transpose") or _only_copies(module, work[0])
 
 
 def _carried_slices(module: Module, loop: Instruction) -> frozenset[Shape]:
@@ -329,7 +346,7 @@ def _all(module: Module, computation: Computation) -> Iterator[tuple[Computation
             yield from _all(module, module.computations[called])
 
 
-def _plain(shape: Shape) -> tuple[str, tuple[int, ...]]:
+def _plain(shape: Shape) -> _Plain:
     """A shape wherever it lies: inside fusions XLA does not note the memory."""
     return shape.dtype, shape.dims
 

@@ -141,9 +141,11 @@ class _Clock:
             self._launch(computation, instruction, "collective", seconds, weight)
         elif moved := reading.transfer(computation, instruction):
             direction, arrays = moved
-            seconds = sum(array.bytes for array in arrays) / self.target.pcie_rate
+            crossings = 2 if direction == "h2h" else 1  # the GPU copies host memory, there and back
+            seconds = crossings * sum(array.bytes for array in arrays) / self.target.pcie_rate
             self.transfer[computation.name] += seconds * weight
-            self._launch(computation, instruction, direction if self.target.pcie_duplex else "pcie", seconds, weight)
+            stream = direction if self.target.pcie_duplex and crossings == 1 else "pcie"
+            self._launch(computation, instruction, stream, seconds, weight)
         else:
             cost = costs.instruction_cost(self.module, computation, instruction)
             self.flops += cost.total_flops * weight

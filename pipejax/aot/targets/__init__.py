@@ -89,7 +89,7 @@ def load_target(target: str | os.PathLike[str]) -> Target:
         text = pathlib.Path(target).read_text()
     else:
         raise ValueError(
-            f"there is no target {str(target)!r}; give one of {', '.join(target_names())}, or a .toml file."
+            f"there is no target {str(target)!r}; give one of {', '.join(target_names())}, or a TOML file."
         )
     try:
         data = tomllib.loads(text)

@@ -1,0 +1,73 @@
+"""Targets are data: those that come with pipejax, and a user's own."""
+
+import importlib.resources
+
+import pytest
+
+from pipejax import aot
+from pipejax.aot import topology
+
+NAMES = ("a100-40g", "a100-80g", "b200", "h100-80g", "h200-141g")
+
+
+def test_names():
+    assert aot.target_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_are_plausible(name):
+    target = aot.load_target(name)
+    assert target.name == name
+    assert 40e9 <= target.hbm_bytes <= 200e9
+    assert 1e12 < target.hbm_rate < 8e12
+    assert 1e14 < target.matmul_flops["bf16"] < target.peak_bf16_flops < 3e15
+    assert 1e10 < target.pcie_rate < target.nvlink_rate
+    assert f"memory_bandwidth: {int(target.hbm_rate / 0.85 / 1e9)}" in target.target_config or name == "h100-80g"
+
+
+def test_rates_of_ones_own():
+    target = aot.load_target("h100-80g").with_rates(tflops=100, link_gbps=7)
+    assert target.matmul_flops["bf16"] == pytest.approx(100e12)
+    assert target.pcie_rate == 7e9
+    assert target.peak_bf16_flops == aot.load_target("h100-80g").peak_bf16_flops
+
+
+def test_an_own_file(tmp_path):
+    text = importlib.resources.files("pipejax.aot.targets").joinpath("h100-80g.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace('name = "h100-80g"', 'name = "mine"').replace("gpus = 8", "gpus = 4"))
+    assert (aot.load_target(path).name, aot.load_target(str(path)).node_gpus) == ("mine", 4)
+
+
+def test_bad_targets_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no target 'h900'; give one of a100-40g, .*, h200-141g, or a TOML file"):
+        aot.load_target("h900")
+    path = tmp_path / "bad.toml"
+    path.write_text("[tflops]\nbf16 = 1\n")
+    with pytest.raises(ValueError, match=r"lacks tflops\.f32, .*node\.gpus.*h100-80g\.toml shows all there is"):
+        aot.load_target(path)
+    path.write_text("not toml")
+    with pytest.raises(ValueError, match="is not a TOML file"):
+        aot.load_target(path)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", NAMES)
+def test_xla_takes_the_target(name):
+    assert aot.gpu_mesh(pipe=8, target=name).shape == {"pipe": 8}
+
+
+@pytest.mark.aot
+def test_nodes_must_be_full():
+    assert len(aot.gpu_devices(16)) == 16
+    with pytest.raises(ValueError, match="12 devices do not fill nodes of 8 GPUs"):
+        aot.gpu_devices(12)
+
+
+def test_a_missing_plugin_is_named(monkeypatch):
+    def absent(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", absent)
+    with pytest.raises(aot.PluginMissingError, match=r"pip install jax-cuda13-plugin==\S+ jax-cuda13-pjrt==\S+$"):
+        aot.gpu_mesh(pipe=2)
