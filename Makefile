@@ -15,6 +15,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test test-all lint clean
 
 demo: $(VENV)/.run
+	@rm -rf runs/demo
 	@$(BIN)/python -m experiments.gpt_tiny --out runs/demo
 
 test: lint

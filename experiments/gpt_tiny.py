@@ -21,7 +21,7 @@ prepare(virtual=8)
 import jax  # noqa: E402  (devices are settled first)
 
 import pipejax as pj  # noqa: E402
-from pipejax import data, train  # noqa: E402
+from pipejax import data, lanes, train  # noqa: E402
 from pipejax.models import gpt  # noqa: E402
 from pipejax.schedules import draw  # noqa: E402
 
@@ -109,17 +109,31 @@ def make_pipeline(config: Config) -> pj.Pipeline:
     )
 
 
-def run(config: Config) -> None:
-    """Trains, draws the schedule, and writes a sample; bad input raises ValueError before anything is compiled."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has been checked: nothing is compiled yet."""
+
+    pipe: pj.Pipeline
+    loader: data.Loader
+    trainer: train.Trainer
+    checkpoints: train.Checkpoints
+    start: train.TrainState | None
+
+
+def set_up(config: Config) -> Run:
+    """Builds everything from the configuration.
+
+    Raises:
+      ValueError: something in it cannot work, with what to change.
+    """
     pipe = make_pipeline(config)
     tokens = data.tokenize_folder(config.data.folder, config.out / "tokens.bin", pattern=config.data.pattern)
     loader = data.Loader(tokens, batch_size=config.data.batch_size, length=config.data.length, seed=config.seed)
     optimizer = train.make_optimizer(config.optimizer, config.steps)
     trainer = train.Trainer(pipe, optimizer, batch=loader.batch(0), seed=config.seed)
     identity = {
-        name: dataclasses.asdict(part)
-        for name, part in (("model", config.model), ("optimizer", config.optimizer))
-    } | {
+        "model": dataclasses.asdict(config.model),
+        "optimizer": dataclasses.asdict(config.optimizer),
         "seed": config.seed,
         "steps": config.steps,
         "microbatches": config.pipeline.microbatches,
@@ -128,45 +142,61 @@ def run(config: Config) -> None:
         "tokens": len(tokens.tokens),
     }
     checkpoints = train.Checkpoints(config.out / "checkpoints", trainer, identity=identity)
-    start = checkpoints.restore() if config.resume else None
+    if not config.resume and checkpoints.latest is not None:
+        raise ValueError(
+            f"{config.out} holds a run already, {checkpoints.latest} steps long; pass --resume to go on with it, or "
+            "another --out."
+        )
+    return Run(pipe, loader, trainer, checkpoints, checkpoints.restore() if config.resume else None)
 
+
+def describe(config: Config, run: Run) -> str:
+    """Two lines on what is about to run."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(run.pipe.to_layers, run.pipe.structs)))
+    pipeline = config.pipeline
+    return (
+        f"GPT of {count:,} parameters, {config.model.num_layers} layers, on {pipeline.devices} "
+        f"{jax.devices()[0].platform} devices: {pipeline.schedule}, {pipeline.chunks} chunks each, "
+        f"{pipeline.microbatches} microbatches, offload {pipeline.offload}.\n"
+        f"Text: {config.data.folder}/{config.data.pattern}, {run.loader.windows:,} windows of {config.data.length} "
+        f"bytes, {run.loader.tokens_per_batch:,} bytes a step."
+    )
+
+
+def write_sample(config: Config, run: Run, state: train.TrainState) -> None:
+    """Prints what the model writes."""
+    text = train.sample(
+        run.pipe,
+        state.params,
+        data.encode("def "),
+        tokens=config.sample_tokens,
+        window=config.data.length,
+        temperature=0.7,
+        key=jax.random.key(config.seed),
+    )
+    print("\nWhat it writes after 'def ':\n\n    " + data.decode(text).replace("\n", "\n    "))
+
+
+def go(config: Config, run: Run) -> None:
+    """Trains, draws the schedule, and writes a sample."""
+    print(describe(config, run))
     picture = config.out / "schedule.svg"
-    picture.write_text(draw.svg(pipe.plan))
-    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pipe.to_layers, pipe.structs)))
-    print(
-        f"GPT of {count:,} parameters, {config.model.num_layers} layers, on {config.pipeline.devices} "
-        f"{jax.devices()[0].platform} devices: {config.pipeline.schedule}, {config.pipeline.chunks} chunks each, "
-        f"{config.pipeline.microbatches} microbatches, offload {config.pipeline.offload}.\n"
-        f"Text: {len(tokens.tokens):,} bytes of {config.data.folder}/{config.data.pattern}, "
-        f"{loader.tokens_per_batch:,} a step."
-    )
-    if start is not None:
-        print(f"Resuming after step {int(start.step)}.")
-    run_config = train.RunConfig(
-        out=config.out,
-        steps=config.steps,
-        checkpoint_every=config.checkpoint_every,
-    )
-    state, losses = train.train(trainer, loader, checkpoints, run_config, start=start)
-    checkpoints.close()
+    picture.write_text(draw.svg(lanes.timeline(run.pipe.program)))
+    if run.start is not None:
+        print(f"Resuming after step {int(run.start.step)}.")
+    loop = train.RunConfig(out=config.out, steps=config.steps, checkpoint_every=config.checkpoint_every)
+    state, losses = train.train(run.trainer, run.loader, run.checkpoints, loop, start=run.start)
+    run.checkpoints.close()
     if losses:
         print(f"Loss: {losses[0]:.3f} nats a byte at the first step, {losses[-1]:.3f} at the last.")
-    if config.sample_tokens and int(state.step) == config.steps:
-        print("What it writes after 'def ':\n")
-        text = train.sample(
-            pipe,
-            state.params,
-            data.encode("def "),
-            tokens=config.sample_tokens,
-            window=config.data.length,
-            temperature=0.7,
-            key=jax.random.key(config.seed),
-        )
-        print("    " + data.decode(text).replace("\n", "\n    "))
+    if int(state.step) < config.steps:
+        print(f"Stopped after step {int(state.step)}, saved; go on with --resume.")
+    elif config.sample_tokens:
+        write_sample(config, run, state)
     print(
-        f"\nMetrics: {config.out}/metrics.jsonl (and tensorboard --logdir {config.out}/tensorboard)\n"
-        f"Schedule, with its transfer lanes: {picture}\n"
-        f"Checkpoints: {config.out}/checkpoints (go on with --resume)"
+        f"\nMetrics      {config.out}/metrics.jsonl, and tensorboard --logdir {config.out}/tensorboard\n"
+        f"Schedule     {picture}, with its transfer lanes and the memory of each device\n"
+        f"Checkpoints  {config.out}/checkpoints"
     )
 
 
@@ -174,9 +204,10 @@ def main() -> None:
     """Reads the flags and runs; a mistake in them ends with one sentence."""
     config = tyro.cli(Config, description=__doc__)
     try:
-        run(config)
+        run = set_up(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    go(config, run)
 
 
 if __name__ == "__main__":
