@@ -267,9 +267,10 @@ class Step:
 def _when(flag: jax.Array, body: Callable[[Any, Any], Any], operand: Any) -> Any:
     """`body` where flag is 1, else the operand: a loop of one trip or none, which updates its operands in place.
 
-    A `lax.cond` would copy them (DESIGN trap 2).
+    A `lax.cond` would copy them (DESIGN trap 2). The scope tells a compiled program's readers how often it runs.
     """
-    return lax.fori_loop(0, flag, body, operand)
+    with jax.named_scope(f"{body.__name__}_if_due"):
+        return lax.fori_loop(0, flag, body, operand)
 
 
 def _accumulate(totals: Any, grads: Any) -> Any:
