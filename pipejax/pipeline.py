@@ -89,11 +89,11 @@ class Pipeline:
         self.mesh, self.offload, self.num_microbatches = mesh, offload, num_microbatches
         self.num_layers = num_layers
         self.ties = Ties.parse(tied or {})
-        devices = mesh.shape[AXIS]
-        transfer_ticks = programs.TRANSFER_TICKS if offload.moves else 0
-        self.plan: Schedule = schedule.build(
-            devices=devices, microbatches=num_microbatches, transfer_ticks=transfer_ticks
-        )
+        size = {"devices": mesh.shape[AXIS], "microbatches": num_microbatches}
+        self.plan: Schedule = schedule.build(**size)
+        programs.check_form(self.plan)
+        if offload.moves:
+            self.plan = schedule.build(**size, transfer_ticks=programs.TRANSFER_TICKS)
         check(self.plan)
         self.program = programs.build(self.plan, offload=offload.moves)
         self._forward_program = programs.build_forward(self.plan)

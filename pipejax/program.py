@@ -143,17 +143,18 @@ def build(schedule: Schedule, *, offload: bool) -> Program:
     Raises:
       ProgramError: the schedule is not of that form, or leaves no tick for the transfers.
     """
-    _check_form(schedule)
+    check_form(schedule)
     return _Builder(schedule, offload=offload, backward=True).build()
 
 
 def build_forward(schedule: Schedule) -> Program:
     """The program of the same schedule's forward passes alone (for evaluation): no residuals, no backward."""
-    _check_form(schedule)
+    check_form(schedule)
     return _Builder(schedule, offload=False, backward=False).build()
 
 
-def _check_form(schedule: Schedule) -> None:
+def check_form(schedule: Schedule) -> None:
+    """Refuses, by ProgramError, a schedule that the runtime cannot run."""
     if not schedule.lockstep or schedule.split_backward or schedule.slices != 1:
         raise ProgramError(
             f"schedule {schedule.name!r} cannot run in the pipeline yet: "

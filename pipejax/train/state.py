@@ -76,9 +76,10 @@ class Trainer:
         key = jax.random.fold_in(self._dropout_key, state.step)
         loss, grads = self.pipe.value_and_grad(state.params, batch, key)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes its counts with floats, whatever the user forbids
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     def _convert(self, state: TrainState, function: Any) -> TrainState:
