@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pipejax.aot import reading
 from pipejax.aot.buffers import Allocation, Buffers, LiveBuffer
 from pipejax.aot.hlo import Computation, Instruction, Module, Shape
+from pipejax.aot.reading import Plain
 
 ArgumentKind = Callable[[str], str]
 
@@ -97,7 +98,7 @@ def _part(purpose: str, items: list[tuple[int, str]]) -> Part:
 class _Purposes:
     """Tells a temp buffer's purpose by where it comes from and where it goes."""
 
-    whole: frozenset[tuple[int, ...]]  # dimensions of parameters as they rest, with the mesh axis in front and without
+    accumulators: frozenset[Plain]  # gradients of parameters, sharded as those rest, and of gathered ones
     rings: frozenset[Shape]
     staged: frozenset[int]  # ids of instructions on the way from or to the host
     weights: frozenset[int]  # ids of instructions that make something of parameters alone
@@ -108,16 +109,24 @@ class _Purposes:
         whole = set()
         for instruction in module.entry.instructions:
             if instruction.opcode == "parameter" and kind(instruction.op_name) == "parameters":
-                dims = instruction.shape.dims
-                whole |= {dims, dims[1:]} if dims[:1] == (1,) else {dims}
-        places = frozenset(dims for dims in whole if len(dims) > 1)
+                dtype, dims = reading.plain(instruction.shape)
+                whole |= {(dtype, dims), (dtype, dims[1:])} if dims[:1] == (1,) else {(dtype, dims)}
+        places = frozenset(found for found in whole if len(found[1]) > 1)
         weights, gradients = set(), set()
         for computation in reading.scheduled(module):
-            weights |= _from_parameters(computation, places)
-            gradients |= _into_gradients(computation, places)
+            made = _from_parameters(computation, places)
+            weights |= {inner.id for key in made for inner in reading.inside(module, computation.by_id[key])}
+            # Gradients of what is gathered are as large as what was gathered.
+            gathered = (reading.collective(module, computation, computation.by_id[key]) for key in made)
+            places |= {shape for found in gathered if found and found.kind == "all-gather" for shape in found.shapes}
+        accumulators = frozenset(("f32", dims) for _, dims in places)  # float32 whatever the parameters are
+        for computation in reading.scheduled(module):
+            gradients |= _into_gradients(computation, accumulators)
         return cls(
-            whole=places,
-            rings=frozenset(shape for shape in reading.sliced_carries(module) if shape.dims not in places),
+            accumulators=accumulators,
+            rings=frozenset(
+                shape for shape in reading.sliced_carries(module) if reading.plain(shape) not in places | accumulators
+            ),
             staged=_staged(module),
             weights=frozenset(weights),
             weight_gradients=frozenset(gradients),
@@ -126,15 +135,14 @@ class _Purposes:
     def allocation(self, allocation: Allocation, kind: ArgumentKind) -> str:
         if allocation.kind == "argument":
             return kind(allocation.name)
-        if allocation.kind == "output" and any(shape.dims in self.whole for shape in allocation.shapes):
-            return "gradients"
-        return "outputs"
+        is_gradient = any(reading.plain(shape) in self.accumulators for shape in allocation.shapes)
+        return "gradients" if allocation.kind == "output" and is_gradient else "outputs"
 
     def buffer(self, buffer: LiveBuffer) -> str:
         ids = {instruction.id for instruction in buffer.defined_by}
         if buffer.shape in self.rings:
             return "rings"
-        if len(ids) > 1 and buffer.shape.dims in self.whole and buffer.shape.dtype == "f32":
+        if len(ids) > 1 and reading.plain(buffer.shape) in self.accumulators:
             return "gradients"
         if ids & self.staged:
             return "staging"
@@ -147,28 +155,29 @@ def _large(computation: Computation, instruction: Instruction) -> list[Instructi
     return [operand for operand in operands if operand.shape.elements > 1]
 
 
-def _from_parameters(computation: Computation, whole: frozenset[tuple[int, ...]]) -> set[int]:
+def _from_parameters(computation: Computation, whole: frozenset[Plain]) -> set[int]:
     found: set[int] = set()
     for instruction in computation.instructions:
         if instruction.opcode in ("tuple", "get-tuple-element", "parameter", "while"):
             continue
         operands = _large(computation, instruction)
-        if operands and all(operand.id in found or operand.shape.dims in whole for operand in operands):
+        if operands and all(operand.id in found or reading.plain(operand.shape) in whole for operand in operands):
             found.add(instruction.id)
     return found
 
 
-def _into_gradients(computation: Computation, whole: frozenset[tuple[int, ...]]) -> set[int]:
+def _into_gradients(computation: Computation, accumulators: frozenset[Plain]) -> set[int]:
     """What is added into an accumulator: the other operand of an instruction that takes one and gives one back."""
     found: set[int] = set()
     for instruction in reversed(computation.instructions):
         if instruction.opcode == "bitcast" and instruction.id in found:
             found.add(instruction.operands[0])
-        if instruction.opcode != "fusion" or not any(array.dims in whole for array in instruction.shape.arrays()):
+        results = {reading.plain(array) for array in instruction.shape.arrays()}
+        if instruction.opcode != "fusion" or not results & accumulators:
             continue
         operands = _large(computation, instruction)
-        if any(operand.shape.dims in whole for operand in operands):
-            found |= {operand.id for operand in operands if operand.shape.dims not in whole}
+        if any(reading.plain(operand.shape) in accumulators for operand in operands):
+            found |= {operand.id for operand in operands if reading.plain(operand.shape) not in accumulators}
     return found
 
 

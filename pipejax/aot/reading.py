@@ -12,6 +12,7 @@ from typing import Literal
 from pipejax.aot.hlo import Computation, Instruction, Module, Shape
 
 Direction = Literal["d2h", "h2d", "h2h"]
+Plain = tuple[str, tuple[int, ...]]  # element type and dimensions
 
 # A copy smaller than this is no residual: loop counters, scalars, rows of tables.
 LEAST_BYTES = 1 << 20
@@ -43,8 +44,6 @@ _FREE = frozenset(
         "tuple",
     }
 )
-_Plain = tuple[str, tuple[int, ...]]  # element type and dimensions
-
 _CONTROL = frozenset({"call", "conditional", "while"})
 
 
@@ -82,6 +81,7 @@ class Collective:
       bytes: what one device sends, or receives where that is more.
       start, done: places in the schedule of its computation.
       pairs: of a collective-permute, who sends to whom.
+      shapes: of the arrays that come out.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Collective:
     start: int
     done: int
     pairs: tuple[tuple[int, int], ...]
+    shapes: tuple[Plain, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,7 @@ class _Place:
     computation: Computation
     trips: int | None
     depth: int
-    rings: frozenset[_Plain]
+    rings: frozenset[Plain]
 
 
 def _walk(module: Module, place: _Place) -> Iterator[_Place]:
@@ -179,7 +180,7 @@ def _walk(module: Module, place: _Place) -> Iterator[_Place]:
                     module.body(instruction),
                     trips=None if count is None or place.trips is None else place.trips * count,
                     depth=place.depth + 1,
-                    rings=place.rings | {_plain(shape) for shape in _carried_slices(module, instruction)},
+                    rings=place.rings | {plain(shape) for shape in _carried_slices(module, instruction)},
                 ),
             )
         elif instruction.opcode in ("call", "conditional"):
@@ -200,7 +201,7 @@ def _section(module: Module, where: _Place) -> Section:
             collectives.append(exchange)
         elif (shape := copied(module, computation, instruction)) is not None:
             if shape.bytes >= LEAST_BYTES:
-                ring = _plain(shape) in where.rings
+                ring = plain(shape) in where.rings
                 copies.append(Copy(instruction.name, shape.bytes, str(shape), ring, shape.on_host))
         elif moved := transfer(computation, instruction):
             direction, array = moved
@@ -259,10 +260,18 @@ def collective(module: Module, computation: Computation, instruction: Instructio
     if kind not in _COLLECTIVES:
         return None
     sent = sum(owner.by_id[operand].shape.bytes for operand in inner.operands)
-    received = inner.shape.bytes
+    result = inner.shape
     if inner.opcode in ("all-gather-start", "collective-permute-start"):  # (operand, result, context)
-        received = inner.shape.parts[1].bytes
-    return Collective(instruction.name, kind, max(sent, received), place, done, inner.pairs)
+        result = inner.shape.parts[1]
+    return Collective(
+        name=instruction.name,
+        kind=kind,
+        bytes=max(sent, result.bytes),
+        start=place,
+        done=done,
+        pairs=inner.pairs,
+        shapes=tuple(plain(array) for array in result.arrays()),
+    )
 
 
 def transfer(computation: Computation, instruction: Instruction) -> tuple[Direction, tuple[Shape, ...]] | None:
@@ -324,7 +333,7 @@ def _only_copies(module: Module, instruction: Instruction) -> bool:
 
 
 def _carried_slices(module: Module, loop: Instruction) -> frozenset[Shape]:
-    carried = {_plain(array): array for array in loop.shape.arrays() if array.bytes >= LEAST_BYTES}
+    carried = {plain(array): array for array in loop.shape.arrays() if array.bytes >= LEAST_BYTES}
     sliced = set()
     for computation, instruction in _all(module, module.body(loop)):
         if instruction.opcode in ("dynamic-slice", "dynamic-update-slice"):
@@ -335,7 +344,7 @@ def _carried_slices(module: Module, loop: Instruction) -> frozenset[Shape]:
                 else computation.operand(instruction, 1).shape
             )
             if part.elements < whole.elements:
-                sliced.add(_plain(whole))
+                sliced.add(plain(whole))
     return frozenset(carried[key] for key in carried.keys() & sliced)
 
 
@@ -346,7 +355,7 @@ def _all(module: Module, computation: Computation) -> Iterator[tuple[Computation
             yield from _all(module, module.computations[called])
 
 
-def _plain(shape: Shape) -> _Plain:
+def plain(shape: Shape) -> Plain:
     """A shape wherever it lies: inside fusions XLA does not note the memory."""
     return shape.dtype, shape.dims
 

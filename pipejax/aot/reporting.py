@@ -8,7 +8,7 @@ from pipejax.aot import memory, reading, streams
 from pipejax.aot.compiling import Compiled
 from pipejax.aot.memory import ArgumentKind, Part
 from pipejax.aot.reading import Copy, Section
-from pipejax.aot.streams import Projection
+from pipejax.aot.streams import Projection, Trips
 from pipejax.aot.targets import Target, load_target
 
 # XLA's pool of pinned host memory stops here unless told otherwise.
@@ -80,7 +80,7 @@ def report(
     *,
     target: str | Target = "h100-80g",
     devices: int,
-    unknown_trips: float = 1.0,
+    unknown_trips: Trips | None = None,
     argument_kind: ArgumentKind | None = None,
 ) -> Report:
     """Reads a compiled program.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 from pipejax.aot import costs, reading
 from pipejax.aot.hlo import Computation, Instruction, Module
@@ -67,16 +68,20 @@ class Projection:
         return _hidden(self.exposed_transfer_seconds, self.transfer_seconds)
 
 
-def project(module: Module, target: Target, *, devices: int, unknown_trips: float = 1.0) -> Projection:
+Trips = Mapping[str, float]
+
+
+def project(module: Module, target: Target, *, devices: int, unknown_trips: Trips | None = None) -> Projection:
     """Plays a program's schedule on a target.
 
     Args:
       module: the compiled program.
       target: rates.
       devices: in the program's mesh; more than a node's mean the network.
-      unknown_trips: how often a loop runs whose trip count only the data tell (embedding and head run in such loops).
+      unknown_trips: how often, on average, loops run whose trip count only the data tell: from a part of the name that
+        JAX gave the loop to a number. The first part that is found counts; where none is, a loop runs once.
     """
-    clock = _Clock(module, target, devices, unknown_trips)
+    clock = _Clock(module, target, devices, unknown_trips or {})
     clock.run(module.entry, 1.0)
     phases = tuple(
         Phase(
@@ -96,20 +101,20 @@ def project(module: Module, target: Target, *, devices: int, unknown_trips: floa
         exposed_transfer_seconds=sum(phase.exposed_transfer_seconds for phase in phases),
         exposed_collective_seconds=sum(phase.exposed_collective_seconds for phase in phases),
         phases=phases,
-        assumptions=_assumptions(target, unknown_trips, clock.has_unknown),
+        assumptions=_assumptions(target, clock.guessed),
     )
 
 
 class _Clock:
     """Time on the compute stream, when each other stream is free again, and what was waited for."""
 
-    def __init__(self, module: Module, target: Target, devices: int, unknown_trips: float) -> None:
+    def __init__(self, module: Module, target: Target, devices: int, unknown_trips: Trips) -> None:
         self.module, self.target, self.devices, self.unknown_trips = module, target, devices, unknown_trips
         self.now = 0.0
         self.free: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.ends: dict[int, tuple[float, bool]] = {}  # of what is under way, by its start's id: when, and what
         self.flops = 0.0
-        self.has_unknown = False
+        self.guessed: dict[str, float] = {}
         self.trips: dict[str, float] = {}
         self.seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.transfer: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -153,8 +158,7 @@ class _Clock:
 
     def _loop(self, loop: Instruction, weight: float) -> None:
         count = loop.trip_count
-        self.has_unknown |= count is None
-        trips = self.unknown_trips if count is None else float(count)
+        trips = self._guess(loop.op_name) if count is None else float(count)
         body = self.module.body(loop)
         if trips < 1:
             # A share of a trip: all streams agree on the average.
@@ -167,6 +171,11 @@ class _Clock:
             before = self.now
             self.run(body, weight * (trips - 1))
             self.now = before + (self.now - before) * (trips - 1)
+
+    def _guess(self, name: str) -> float:
+        part, trips = next(((part, n) for part, n in self.unknown_trips.items() if part in name), ("", 1.0))
+        self.guessed[part] = trips
+        return trips
 
     def _launch(
         self, computation: Computation, instruction: Instruction, stream: str, seconds: float, weight: float
@@ -195,7 +204,7 @@ def _hidden(exposed: float, total: float) -> float:
     return 1.0 - exposed / total if total > 0 else 1.0
 
 
-def _assumptions(target: Target, unknown_trips: float, has_unknown: bool) -> tuple[str, ...]:
+def _assumptions(target: Target, guessed: Trips) -> tuple[str, ...]:
     giga, turns = 1e9, "both directions at once" if target.pcie_duplex else "the two directions in turns"
     found = [
         f"matrix products sustain {target.matmul_flops['bf16'] / 1e12:.0f} TFLOP/s in bf16",
@@ -207,6 +216,7 @@ def _assumptions(target: Target, unknown_trips: float, has_unknown: bool) -> tup
         "attention kernels skip the half of the scores that a causal mask hides",
         "transfers and collectives take nothing from compute but the time waited for them",
     ]
-    if has_unknown:
-        found.append(f"loops whose trip count only the data tell run {unknown_trips:g} times")
+    for part, trips in guessed.items():
+        which = f"loops named ...{part}..." if part else "other loops"
+        found.append(f"{which} whose trip count only the data tell run {trips:.3g} times")
     return tuple(found)

@@ -1,7 +1,8 @@
 """GPT: learned positions, LayerNorm, GeLU (GPT-2's block, pre-norm) in Flax nnx.
 
-Named activations of a block, in bytes per token and hidden unit at bf16: block_input 2 (named by the pipeline), qkv 6,
-attn_out 2, residual 2, mlp_up 8; 20 in all. LayerNorm, GeLU and dropout masks are recomputed from them.
+Named activations of a block, in bytes per token and hidden unit at bf16: block_input 2 (named by the pipeline), qkv 6
+(less with fewer key and value heads), attn_out 2, residual 2, mlp_up 8; 20 in all. LayerNorm, GeLU and dropout masks
+are recomputed from them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Config:
       dropout: rate after embedding, attention and MLP.
       dtype: of the computation; parameters are float32 and the loss is float32 whatever it is.
       attention: see `causal_attention`.
+      num_kv_heads: key and value heads, which divide num_heads; as many by default.
     """
 
     vocab_size: int
@@ -43,10 +45,18 @@ class Config:
     dropout: float = 0.0
     dtype: Any = jnp.float32
     attention: Implementation = "auto"
+    num_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}; change one.")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_kv_heads={self.kv_heads} does not divide num_heads={self.num_heads}; change one.")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
 
 def _normal(std: float = 0.02) -> nnx.Initializer:
@@ -77,19 +87,21 @@ class Block(nnx.Module):
         h, dtype = config.hidden_size, config.dtype
         out = _normal(0.02 / math.sqrt(2 * config.num_layers))
         self.norm_attention = nnx.LayerNorm(h, dtype=jnp.float32, rngs=rngs)
-        self.qkv = nnx.Linear(h, 3 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
+        width = h // config.num_heads
+        self.qkv = nnx.Linear(h, h + 2 * config.kv_heads * width, dtype=dtype, kernel_init=_normal(), rngs=rngs)
         self.attention_out = nnx.Linear(h, h, dtype=dtype, kernel_init=out, rngs=rngs)
         self.norm_mlp = nnx.LayerNorm(h, dtype=jnp.float32, rngs=rngs)
         self.up = nnx.Linear(h, 4 * h, dtype=dtype, kernel_init=_normal(), rngs=rngs)
         self.down = nnx.Linear(4 * h, h, dtype=dtype, kernel_init=out, rngs=rngs)
         self.dropout_attention = nnx.Dropout(config.dropout, rngs=rngs)
         self.dropout_mlp = nnx.Dropout(config.dropout, rngs=rngs)
-        self.heads, self.implementation = config.num_heads, config.attention
+        self.heads, self.kv_heads, self.implementation = config.num_heads, config.kv_heads, config.attention
 
     def __call__(self, x: jax.Array, batch: Any) -> jax.Array:
         """[b, s, h] → [b, s, h]; batch may hold "segment_ids", int32 [b, s]."""
         qkv = checkpoint_name(self.qkv(normalise(self.norm_attention, x)), "qkv")
-        query, key, value = (part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(qkv, 3, axis=-1))
+        heads = qkv.reshape(*x.shape[:2], self.heads + 2 * self.kv_heads, -1)
+        query, key, value = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=2)
         attended = causal_attention(
             query, key, value, segment_ids=batch.get("segment_ids"), implementation=self.implementation
         )
