@@ -104,7 +104,9 @@ class Offload:
                 f"Offload: no activation of the block is named {', '.join(map(repr, unknown))}; "
                 f"the names there are: {', '.join(there)}."
             )
-        rest = next((fate for fate in ("saved", "offloaded", "recomputed") if getattr(self, fate) is None), "recomputed")
+        rest = next(
+            (fate for fate in ("saved", "offloaded", "recomputed") if getattr(self, fate) is None), "recomputed"
+        )
         sorted_by_fate: dict[str, list[str]] = {"saved": [], "offloaded": [], "recomputed": []}
         for name in there:
             sorted_by_fate[given.get(name, rest)].append(name)

@@ -137,4 +137,6 @@ def _to_strings(tree: Tree) -> Tree:
 
 
 def _from_strings(like: Tree, tree: Tree) -> Tree:
-    return {name: _from_strings(item, tree[str(name)]) for name, item in like.items()} if isinstance(like, dict) else tree
+    return (
+        {name: _from_strings(item, tree[str(name)]) for name, item in like.items()} if isinstance(like, dict) else tree
+    )

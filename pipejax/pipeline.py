@@ -217,7 +217,9 @@ class Pipeline:
         head = self.head.init(jax.random.fold_in(key, _HEAD), x, batch)
 
         def layers(key: jax.Array, index: jax.Array) -> Any:
-            stacked = jax.vmap(lambda layer: self.block.init(jax.random.fold_in(key, layer), x, batch))(index.reshape(-1))
+            stacked = jax.vmap(lambda layer: self.block.init(jax.random.fold_in(key, layer), x, batch))(
+                index.reshape(-1)
+            )
             return jax.tree.map(lambda leaf: _blank(leaf, index), stacked)
 
         if mapped:
@@ -229,7 +231,10 @@ class Pipeline:
 
     def _specs(self) -> Any:
         pipe = self.mesh.shape[AXIS]
-        rest = {part: jax.tree.map(lambda leaf: layouts.rest_spec(leaf.shape, pipe), self.structs[part]) for part in ("embed", "head")}
+        rest = {
+            part: jax.tree.map(lambda leaf: layouts.rest_spec(leaf.shape, pipe), self.structs[part])
+            for part in ("embed", "head")
+        }
         return {**rest, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), self.structs["layers"])}
 
     def _microbatch(self, batch: Any) -> Any:

@@ -345,7 +345,9 @@ def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tupl
         f, b = kinds[start]
         if f or b:
             flush = unwritten if b else None
-            phases.append(Phase(start, stop, f, b, flush, prefetch=start - 1 if offload and b and not reading else None))
+            phases.append(
+                Phase(start, stop, f, b, flush, prefetch=start - 1 if offload and b and not reading else None)
+            )
             unwritten = stop if f and not b and offload else None if b else unwritten
         reading = b
         start = stop

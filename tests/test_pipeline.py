@@ -198,7 +198,9 @@ class TestRefusals:
         self.refused("pass pj.Offload", offload="full")
 
     def test_unknown_name(self):
-        self.refused("no activation of the block is named 'upp'; the names there are", offload=pj.Offload.full(saved=["upp"]))
+        self.refused(
+            "no activation of the block is named 'upp'; the names there are", offload=pj.Offload.full(saved=["upp"])
+        )
 
     def test_no_microbatch(self):
         self.refused("must be 1 or more", num_microbatches=0)

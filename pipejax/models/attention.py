@@ -13,6 +13,23 @@ from pipejax.models.fused_attention import fused_attention
 Implementation = Literal["auto", "xla", "fused"]
 
 
+def split_heads(qkv: jax.Array, heads: int, kv_heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One projection's output as queries, keys and values.
+
+    Args:
+      qkv: [batch, length, (heads + 2 kv_heads) * head_dim].
+      heads, kv_heads: how many of each.
+
+    Returns:
+      [batch, length, heads, head_dim], and twice [batch, length, kv_heads, head_dim].
+    """
+    head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+    # Cut before the reshape: the other way round XLA holds one more array of qkv's size in the backward pass.
+    parts = jnp.split(qkv, [heads * head_dim, (heads + kv_heads) * head_dim], axis=-1)
+    query, key, value = (part.reshape(*qkv.shape[:2], -1, head_dim) for part in parts)
+    return query, key, value
+
+
 def causal_attention(
     query: jax.Array,
     key: jax.Array,

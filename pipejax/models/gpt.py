@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from pipejax.models.attention import Implementation, causal_attention
+from pipejax.models.attention import Implementation, causal_attention, split_heads
 from pipejax.models.losses import token_loss
 from pipejax.models.norms import normalise
 
@@ -100,8 +100,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, batch: Any) -> jax.Array:
         """[b, s, h] → [b, s, h]; batch may hold "segment_ids", int32 [b, s]."""
         qkv = checkpoint_name(self.qkv(normalise(self.norm_attention, x)), "qkv")
-        heads = qkv.reshape(*x.shape[:2], self.heads + 2 * self.kv_heads, -1)
-        query, key, value = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=2)
+        query, key, value = split_heads(qkv, self.heads, self.kv_heads)
         attended = causal_attention(
             query, key, value, segment_ids=batch.get("segment_ids"), implementation=self.implementation
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from pipejax.models.attention import Implementation, causal_attention
+from pipejax.models.attention import Implementation, causal_attention, split_heads
 from pipejax.models.losses import token_loss
 from pipejax.models.norms import normalise
 
@@ -111,11 +111,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, batch: Any) -> jax.Array:
         """[b, s, h] → [b, s, h]; batch may hold "positions" and "segment_ids", int32 [b, s]."""
-        b, s, _ = x.shape
-        positions = batch.get("positions", jnp.arange(s, dtype=jnp.int32)[None])
+        positions = batch.get("positions", jnp.arange(x.shape[1], dtype=jnp.int32)[None])
         qkv = checkpoint_name(self.qkv(normalise(self.norm_attention, x)), "qkv")
-        heads = qkv.reshape(b, s, self.heads + 2 * self.kv_heads, -1)
-        query, key, value = jnp.split(heads, [self.heads, self.heads + self.kv_heads], axis=2)
+        query, key, value = split_heads(qkv, self.heads, self.kv_heads)
         attended = causal_attention(
             rotate(query, positions, self.base),
             rotate(key, positions, self.base),

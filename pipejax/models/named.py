@@ -26,6 +26,7 @@ class NamedModel:
       num_layers: blocks.
       batch_size: sequences in a batch.
       length: tokens in a sequence.
+      head_width: of an attention head.
       parts: from length and attention implementation to embed, block and head, as `pj.Pipeline` takes them.
     """
 
@@ -34,6 +35,7 @@ class NamedModel:
     num_layers: int
     batch_size: int
     length: int
+    head_width: int
     parts: Callable[[int, Implementation], tuple[Any, Any, Any]]
 
 
@@ -78,7 +80,7 @@ def _gpt(
         return _bound(gpt, config)
 
     summary = f"GPT, {layers} layers, hidden {hidden}, {heads} heads, {kv_heads} of keys and values"
-    return NamedModel(name, summary, layers, batch, length, parts)
+    return NamedModel(name, summary, layers, batch, length, hidden // heads, parts)
 
 
 def _llama(name: str, *, layers: int, heads: int, hidden: int, mlp: int) -> NamedModel:
@@ -96,7 +98,7 @@ def _llama(name: str, *, layers: int, heads: int, hidden: int, mlp: int) -> Name
         return _bound(llama, config)
 
     summary = f"Llama, {layers} layers, hidden {hidden}, {heads} heads, 8 of keys and values, MLP {mlp}"
-    return NamedModel(name, summary, layers, batch_size=128, length=8192, parts=parts)
+    return NamedModel(name, summary, layers, batch_size=128, length=8192, head_width=hidden // heads, parts=parts)
 
 
 def _bound(module: Any, config: Any) -> tuple[Any, Any, Any]:

@@ -137,9 +137,9 @@ class Executor:
     def _gather(self, tree: Any, specs: Any) -> Any:
         """Parameters that rest in shards, whole."""
         return jax.tree.map(
-            lambda leaf, spec: lax.all_gather(leaf, AXIS, axis=tuple(spec).index(AXIS), tiled=True)
-            if AXIS in tuple(spec)
-            else leaf,
+            lambda leaf, spec: (
+                lax.all_gather(leaf, AXIS, axis=tuple(spec).index(AXIS), tiled=True) if AXIS in tuple(spec) else leaf
+            ),
             tree,
             specs,
         )
@@ -147,9 +147,11 @@ class Executor:
     def _scatter(self, grads: Any, specs: Any) -> Any:
         """Sums gradients over the devices, each keeping the shard that it holds at rest."""
         return jax.tree.map(
-            lambda leaf, spec: lax.psum_scatter(leaf, AXIS, scatter_dimension=tuple(spec).index(AXIS), tiled=True)
-            if AXIS in tuple(spec)
-            else lax.psum(leaf, AXIS),
+            lambda leaf, spec: (
+                lax.psum_scatter(leaf, AXIS, scatter_dimension=tuple(spec).index(AXIS), tiled=True)
+                if AXIS in tuple(spec)
+                else lax.psum(leaf, AXIS)
+            ),
             grads,
             specs,
         )

@@ -102,9 +102,7 @@ class Step:
             "weight": jnp.float32(0),
         }
         if self.program.offload:
-            carry["host"] = tuple(
-                rings.make_host_ring(struct, self.program.host_slots, self.fill) for struct in moved
-            )
+            carry["host"] = tuple(rings.make_host_ring(struct, self.program.host_slots, self.fill) for struct in moved)
         for phase in self.program.phases:
             if self.program.offload:
                 carry = self._enter(carry, phase, table, moved)
@@ -212,7 +210,12 @@ class Step:
             key = self.local.part_keys(1, row["f_microbatch"])
             (added, weighs), vjp = jax.vjp(lambda p, h: self.functions.head(p, h, batch, key), self.local.head, y)
             dparams, cotangent = vjp((jnp.ones_like(added), jnp.zeros_like(weighs)))
-            return _accumulate(grads, dparams), rings.store(dy, cotangent, row["head_store"]), loss + added, weight + weighs
+            return (
+                _accumulate(grads, dparams),
+                rings.store(dy, cotangent, row["head_store"]),
+                loss + added,
+                weight + weighs,
+            )
 
         state = (carry["grads"]["head"], carry["dy"], carry["loss"], carry["weight"])
         grads, carry["dy"], carry["loss"], carry["weight"] = _when(row["f_head"], head, state)

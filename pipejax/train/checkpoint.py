@@ -91,11 +91,15 @@ class Checkpoints:
 
     def _check_identity(self, step: int) -> None:
         try:
-            saved = dict(self._manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"])
+            saved = dict(
+                self._manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
+            )
         except Exception as error:
             raise CheckpointError(self._damaged(step, error)) from error
         if saved.pop("format", None) != FORMAT:
-            raise CheckpointError(f"{self.folder}/{step} was not written by this version of pipejax; use another folder.")
+            raise CheckpointError(
+                f"{self.folder}/{step} was not written by this version of pipejax; use another folder."
+            )
         for name in sorted(self._identity.keys() | saved.keys()):
             if saved.get(name) != self._identity.get(name):
                 raise CheckpointError(

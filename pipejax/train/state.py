@@ -84,7 +84,10 @@ class Trainer:
 
     def _convert(self, state: TrainState, function: Any) -> TrainState:
         # Every leaf of a moment's "layers" is stacked as the parameters' are.
-        stacked = {part: jax.tree.map(lambda _, part=part: part == "layers", tree) for part, tree in self.structs.params.items()}
+        stacked = {
+            part: jax.tree.map(lambda _, part=part: part == "layers", tree)
+            for part, tree in self.structs.params.items()
+        }
         convert = lambda leaf, layers: function(leaf) if layers else leaf  # noqa: E731
         return TrainState(
             params=jax.tree.map(convert, state.params, stacked),

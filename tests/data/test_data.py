@@ -86,7 +86,9 @@ def test_a_batch_depends_on_seed_and_step_alone(numbers):
 
 def test_shards_make_up_the_batch(numbers):
     whole = data.Loader(numbers, batch_size=6, length=10, seed=1).batch(5)["tokens"]
-    parts = [data.Loader(numbers, batch_size=6, length=10, seed=1, shard=i, shards=3).batch(5)["tokens"] for i in range(3)]
+    parts = [
+        data.Loader(numbers, batch_size=6, length=10, seed=1, shard=i, shards=3).batch(5)["tokens"] for i in range(3)
+    ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 

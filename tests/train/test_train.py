@@ -71,7 +71,9 @@ def test_a_checkpoint_restores_at_any_layout(tmp_path, other):
     elsewhere = make_trainer(**other)
     restored = restore(tmp_path, elsewhere, {"model": "toy"})
     assert_same(elsewhere.to_layers(restored), layered)
-    jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), restored, elsewhere.shardings)
+    jax.tree.map(
+        lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), restored, elsewhere.shardings
+    )
     _, there = run(elsewhere, restored, range(2, 4))
     _, here = run(trainer, state, range(2, 4))
     np.testing.assert_allclose(there, here, rtol=2e-5)
@@ -114,7 +116,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     checkpoints = train.Checkpoints(tmp_path, trainer, identity={})
     checkpoints.save(trainer.init())
     checkpoints.close()
-    big = max((path for path in (tmp_path / "0" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    big = max(
+        (path for path in (tmp_path / "0" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
     big.write_bytes(big.read_bytes()[: big.stat().st_size // 2])
     with pytest.raises(train.CheckpointError, match="damaged or foreign") as caught:
         restore(tmp_path, trainer, {})
