@@ -1,1 +1,1 @@
-"""Experiments: scripts that train, one page each. Run them from the repository's root, as python -m experiments.NAME."""
+"""Experiments: scripts that train, one page each. Run one from the repository's root: python -m experiments.NAME."""

@@ -1,4 +1,4 @@
-"""A byte-level GPT trained on the Python standard library's source through a pipeline of 8 devices; what `make demo` runs.
+"""A byte-level GPT trained on Python's own library through a pipeline of 8 devices: what `make demo` runs.
 
 On a machine without GPUs the devices are virtual. Activations of every block go through pinned host memory.
 """

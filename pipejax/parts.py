@@ -56,7 +56,7 @@ def as_part(module: Any, role: str) -> Part:
 def _linen_init(module: linen.Module, role: str, key: jax.Array, *inputs: Any) -> Tree:
     arrays = [jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), value) for value in inputs]
     params, dropout = jax.random.split(key)
-    variables = module.init({"params": params, "dropout": dropout}, *arrays, **_deterministic(module, None, True))
+    variables = module.init({"params": params, "dropout": dropout}, *arrays, **_deterministic(module, None, True))  # type: ignore[arg-type]
     extra = sorted(set(variables) - {"params"})
     if extra:
         raise ValueError(
@@ -91,7 +91,8 @@ def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
             f"{role}: {factory!r} does not take the keyword `rngs`; wrap it, as in "
             "functools.partial(Block, config), so that pipejax can call it with rngs=nnx.Rngs(...)."
         ) from error
-    graph, params, streams, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    graph, *states = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+    params, streams, rest = states
     if jax.tree.leaves(rest):
         raise ValueError(
             f"{role}: {type(abstract).__name__} keeps state besides its parameters ({rest}); a pipelined part must be "

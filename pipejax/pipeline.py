@@ -100,6 +100,7 @@ class Pipeline:
         self.layout = layouts.spread(num_layers=num_layers, placement=self.plan.placement)
         self._ring_fill = ring_fill
         self._structs: Any = None
+        self._described: Any = None
         self._value_and_grad = jax.jit(self._traced_value_and_grad)
         self._loss = jax.jit(self._traced_loss)
 
@@ -216,7 +217,7 @@ class Pipeline:
         x = jax.eval_shape(self._embed, embed, batch, None)
         head = self.head.init(jax.random.fold_in(key, _HEAD), x, batch)
 
-        def layers(key: jax.Array, index: jax.Array) -> Any:
+        def layers(key: jax.Array, index: Any) -> Any:
             stacked = jax.vmap(lambda layer: self.block.init(jax.random.fold_in(key, layer), x, batch))(
                 index.reshape(-1)
             )
@@ -240,13 +241,13 @@ class Pipeline:
     def _microbatch(self, batch: Any) -> Any:
         """Shapes of one microbatch, after checking that the batch can be cut."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
-        sizes = {jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else None for path, leaf in leaves}
-        if not sizes or None in sizes.values() or len(set(sizes.values())) > 1:
+        sizes = {jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else 0 for path, leaf in leaves}
+        if not all(sizes.values()) or len(set(sizes.values())) != 1:
             raise ValueError(
                 f"Pipeline: every array of the batch needs the same leading axis, its samples; these have {sizes}."
             )
-        (samples,) = set(sizes.values())
-        if samples % self.num_microbatches or not samples:
+        samples = next(iter(sizes.values()))
+        if samples % self.num_microbatches:
             raise ValueError(
                 f"Pipeline: {self.num_microbatches} microbatches do not divide a batch of {samples} samples; "
                 "change the batch size or num_microbatches."

@@ -10,10 +10,10 @@ A tick of a device runs, in this order:
   5. receive: what the neighbours sent in this tick is stored in arrival slots.
 
 (2) and (4) only where activations are offloaded. The write runs beside F's last matrix product and B for the chunk's
-input, the read beside B for its weights; so neither needs a staging copy. In a phase without B nothing would cover the write,
-so there a tick begins with the write of what the F of the tick before left, which runs beside this tick's F (DESIGN
-section 3). Every slot is given by liveness, per device; where a device has nothing to do its garbage goes to a slot
-that holds nothing at that time.
+input, the read beside B for its weights; so neither needs a staging copy. In a phase without B nothing would cover the
+write, so there a tick begins with the write of what the F of the tick before left, which runs beside this tick's F.
+Every slot is given by liveness, per device; where a device has nothing to do its garbage goes to a slot that holds
+nothing at that time.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _Builder:
         schedule = self.schedule
         for kind in (Kind.F, Kind.B) if self.backward else (Kind.F,):
             self._place(kind)
-        forward, backward = (self.columns[f"{letter}_valid"].any(axis=0) for letter in "fb")
+        forward, backward = (np.asarray(self.columns[f"{letter}_valid"].any(axis=0)) for letter in "fb")
         if self.offload and (short := np.argwhere(self.at[Kind.B] - self.at[Kind.F] < TRANSFER_TICKS)).size:
             stage, microbatch = short[0]
             raise ProgramError(

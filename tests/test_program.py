@@ -38,17 +38,23 @@ def test_every_read_finds_what_it_wants_anywhere(spec, devices, microbatches, of
 @pytest.mark.parametrize("column", ["f_source", "f_store", "f_receive", "b_source", "b_load", "b_receive"])
 def test_a_wrong_slot_is_found(column):
     program = build(Interleaved(chunks=2), 3, 10, offload=False)
-    found = 0
-    for device in range(3):
-        for tick in range(program.table.shape[1]):
-            table = program.table.copy()
-            table[device, tick, COLUMNS.index(column)] += 1
-            try:
-                check_program(dataclasses.replace(program, table=table))
-            except ProgramError as error:
-                assert "read before it is written or after it is reused" in str(error)
-                found += 1
-    assert found >= 30
+    wrong = []
+    for device, tick in np.ndindex(program.table.shape[:2]):
+        table = program.table.copy()
+        table[device, tick, COLUMNS.index(column)] += 1
+        wrong.append(refusal(dataclasses.replace(program, table=table)))
+    # A slot of a tick in which the device does nothing may hold anything.
+    found = [message for message in wrong if message]
+    assert len(found) >= 30
+    assert all("read before it is written or after it is reused" in message for message in found)
+
+
+def refusal(program):
+    try:
+        check_program(program)
+    except ProgramError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("column", ["host_early", "host_write", "host_read"])

@@ -26,7 +26,8 @@ class Loader:
           batch_size: windows in a whole batch, all shards together.
           length: tokens in a window, besides the one after it that the last target is.
           seed: of the orders.
-          shard, shards: this process takes the rows [shard * n, (shard + 1) * n) of each batch, n = batch_size / shards.
+          shard, shards: this process takes the rows [shard * n, (shard + 1) * n) of each batch,
+            n = batch_size / shards.
 
         Raises:
           DataError: the file is too short for one batch, or the shards do not divide it.

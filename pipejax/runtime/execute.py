@@ -50,7 +50,8 @@ class Executor:
 
         Args:
           program: of a whole step.
-          params: {"embed", "layers", "head"}, sharded as `specs` says; "layers" leaves [devices, chunks, positions, ...].
+          params: {"embed", "layers", "head"}, sharded as `specs` says; leaves of "layers" are
+            [devices, chunks, positions, ...].
           batch: leaves [microbatches, ...].
           key: for dropout; None to do without.
 

@@ -6,6 +6,7 @@ Runs inside `shard_map` over the axis `pipe`. The order within a tick is that of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +108,8 @@ class Step:
             if self.program.offload:
                 carry = self._enter(carry, phase, table, moved)
             rows = table[phase.start : phase.stop]
-            carry, _ = lax.scan(lambda c, r, phase=phase: (self._tick(c, _row(r), phase), None), carry, rows)
+            tick = functools.partial(self._tick, phase=phase)
+            carry = _scan(tick, carry, rows)
         return carry["grads"], carry["loss"], carry["weight"]
 
     def evaluate(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -134,7 +136,7 @@ class Step:
             "loss": jnp.float32(0),
             "weight": jnp.float32(0),
         }
-        carry, _ = lax.scan(lambda c, r: (tick(c, _row(r)), None), start, table)
+        carry = _scan(tick, start, table)
         return carry["loss"], carry["weight"]
 
     def _ring(self, struct: jax.ShapeDtypeStruct, slots: int) -> jax.Array:
@@ -182,7 +184,7 @@ class Step:
         batch = self.local.microbatch(row["f_microbatch"])
         x, carry["x"] = rings.load(carry["x"], row["f_source"])
 
-        def embed(_: Any, x: jax.Array) -> jax.Array:
+        def embed(*_: Any) -> jax.Array:
             return self.functions.embed(self.local.embed, batch, self.local.part_keys(0, row["f_microbatch"]))
 
         x = _when(row["f_embed"], embed, x)
@@ -286,6 +288,12 @@ def _pick(tree: Any, index: jax.Array) -> Any:
 
 def _map(function: Callable[..., jax.Array], *columns: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(function(*items) for items in zip(*columns, strict=True))
+
+
+def _scan(
+    tick: Callable[[dict[str, Any], Row], dict[str, Any]], carry: dict[str, Any], rows: jax.Array
+) -> dict[str, Any]:
+    return lax.scan(lambda carry, row: (tick(carry, _row(row)), None), carry, rows)[0]
 
 
 def _row(values: jax.Array) -> Row:

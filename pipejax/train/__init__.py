@@ -7,5 +7,5 @@ from pipejax.train.loop import train as train
 from pipejax.train.optimizer import OptimizerConfig as OptimizerConfig
 from pipejax.train.optimizer import make_optimizer as make_optimizer
 from pipejax.train.sample import sample as sample
-from pipejax.train.state import TrainState as TrainState
 from pipejax.train.state import Trainer as Trainer
+from pipejax.train.state import TrainState as TrainState

@@ -23,7 +23,7 @@ class TrainState(NamedTuple):
 
     params: Any
     opt_state: Any
-    step: jax.Array
+    step: Any
 
 
 class Trainer:
@@ -88,7 +88,7 @@ class Trainer:
             part: jax.tree.map(lambda _, part=part: part == "layers", tree)
             for part, tree in self.structs.params.items()
         }
-        convert = lambda leaf, layers: function(leaf) if layers else leaf  # noqa: E731
+        convert = lambda leaf, layers: function(leaf) if layers else leaf
         return TrainState(
             params=jax.tree.map(convert, state.params, stacked),
             opt_state=optax.tree.map_params(self.optimizer, convert, state.opt_state, stacked),

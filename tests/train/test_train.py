@@ -106,7 +106,7 @@ def test_unusable_checkpoints_are_refused(tmp_path):
     with pytest.raises(train.CheckpointError, match="of a run with seed = 1, and this one has 2; make them equal"):
         restore(tmp_path, trainer, {"seed": 2})
     wider = make_trainer(num_layers=7)
-    with pytest.raises(train.CheckpointError, match="damaged or foreign .*; remove that folder"):
+    with pytest.raises(train.CheckpointError, match=r"damaged or foreign .*; remove that folder"):
         restore(tmp_path, wider, {"seed": 1})
 
 
