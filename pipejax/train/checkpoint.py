@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from pipejax.layout import rest_spec
 from pipejax.train.state import Trainer, TrainState
 
-FORMAT = "pipejax checkpoint, version 1"
+FORMAT = "pipejax checkpoint, version 2"
 
 
 class CheckpointError(ValueError):
@@ -25,7 +27,8 @@ class Checkpoints:
 
     A checkpoint holds the state layer-major, so any number of devices and chunks can restore it, and beside it the
     run's identity: what must be the same for the run to go on as if it had never stopped. The data position and the
-    dropout keys are functions of step and seed, which are both in it.
+    dropout keys are functions of step and seed, which are both in it. A checksum of every array is in it too: the
+    files themselves notice a missing piece, but not a wrong bit.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Checkpoints:
         )
         self._to_layers = jax.jit(trainer.to_layers, out_shardings=self._shardings)
         self._from_layers = jax.jit(trainer.from_layers, out_shardings=trainer.shardings)
+        self._checksums = jax.jit(_checksums)
 
     @property
     def latest(self) -> int | None:
@@ -65,9 +69,11 @@ class Checkpoints:
     def save(self, state: TrainState) -> None:
         """Starts saving a state, and returns once it has been copied out of the devices."""
         step = int(state.step)
+        layered = self._to_layers(state)
+        sums = jax.device_get(self._checksums(layered)).tolist()
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(self._to_layers(state)),
-            identity=ocp.args.JsonSave({"format": FORMAT, **self._identity}),
+            state=ocp.args.StandardSave(layered),
+            identity=ocp.args.JsonSave({"format": FORMAT, "identity": self._identity, "checksums": sums}),
         )
         self._manager.save(step, args=arguments)
 
@@ -80,26 +86,26 @@ class Checkpoints:
         step = self.latest
         if step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint to resume from; run without --resume first.")
-        self._check_identity(step)
-        try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(self._abstract))
-            )
-            return self._from_layers(restored["state"])
-        except Exception as error:
-            raise CheckpointError(self._damaged(step, error)) from error
-
-    def _check_identity(self, step: int) -> None:
-        try:
-            saved = dict(
-                self._manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
-            )
-        except Exception as error:
-            raise CheckpointError(self._damaged(step, error)) from error
-        if saved.pop("format", None) != FORMAT:
+        record = self._read(step, "identity", ocp.args.JsonRestore())
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise CheckpointError(
                 f"{self.folder}/{step} was not written by this version of pipejax; use another folder."
             )
+        self._check_identity(step, record["identity"])
+        layered = self._read(step, "state", ocp.args.StandardRestore(self._abstract))
+        if jax.device_get(self._checksums(layered)).tolist() != record["checksums"]:
+            raise self._damaged(step, "its arrays are not those that were saved")
+        return self._from_layers(layered)
+
+    def _read(self, step: int, item: str, how: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+        except Exception as error:
+            # The first sentence: what follows is TensorStore's whole specification of the array.
+            reason = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
+            raise self._damaged(step, reason) from error
+
+    def _check_identity(self, step: int, saved: dict[str, Any]) -> None:
         for name in sorted(self._identity.keys() | saved.keys()):
             if saved.get(name) != self._identity.get(name):
                 raise CheckpointError(
@@ -107,9 +113,8 @@ class Checkpoints:
                     f"has {self._identity.get(name)!r}; make them equal, or use another folder."
                 )
 
-    def _damaged(self, step: int, error: Exception) -> str:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return (
+    def _damaged(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
             f"the checkpoint {self.folder}/{step} is damaged or foreign ({reason}); remove that folder to resume from "
             "the one before."
         )
@@ -121,3 +126,21 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for saves and lets go of the folder."""
         self._manager.close()
+
+
+def _checksums(tree: Any) -> jax.Array:
+    """uint32 [leaves], a checksum of each array of 8, 16 or 32 bit numbers, in any sharding.
+
+    The words' sum mod 2^32, each times an odd number of its own: no change of one word leaves it as it was, and sums
+    of integers are the same in any order.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        place = jnp.uint32(1)
+        for axis in range(words.ndim):
+            index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+            place += index * jnp.uint32(2 * math.prod(words.shape[axis + 1 :]) % 2**32)
+        return jnp.sum(words * place, dtype=jnp.uint32)
+
+    return jnp.stack([one(leaf) for leaf in jax.tree.leaves(tree)])

@@ -1,6 +1,7 @@
 """Training: the optimizer's mask, checkpoints across layouts, metrics, sampling."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,44 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     with pytest.raises(train.CheckpointError, match="damaged or foreign") as caught:
         restore(tmp_path, trainer, {})
     assert "\n" not in str(caught.value)
+
+
+@after_a_failed_read
+def test_a_wrong_bit_in_a_checkpoint_is_noticed(tmp_path):
+    trainer = make_trainer()
+    state = trainer.init()
+    expected = jax.device_get(trainer.to_layers(state))
+    checkpoints = train.Checkpoints(tmp_path, trainer, identity={})
+    checkpoints.save(state)
+    checkpoints.close()
+    files = [path for path in (tmp_path / "0" / "state").rglob("*") if path.is_file()]
+    messages = []
+    for path in sorted(files, key=lambda path: path.stat().st_size)[-2:]:
+        whole = path.read_bytes()
+        for part in (0.3, 0.5, 0.7):
+            at = int(part * len(whole))
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+            try:
+                assert_same(trainer.to_layers(restore(tmp_path, trainer, {})), expected)
+            except train.CheckpointError as error:
+                messages.append(str(error))
+        path.write_bytes(whole)
+    assert any("its arrays are not those that were saved" in message for message in messages)
+
+
+def test_what_is_saved_is_the_state_of_then(tmp_path):
+    """Saving goes on in the background while the next steps overwrite the state's memory."""
+    trainer = make_trainer()
+    state, expected = trainer.init(), {}
+    checkpoints = train.Checkpoints(tmp_path, trainer, identity={}, keep=9)
+    for step in range(6):
+        expected[step] = jax.tree.map(np.copy, jax.device_get(trainer.to_layers(state)))
+        checkpoints.save(state)
+        state, _ = run(trainer, state, [step])
+    checkpoints.close()
+    for step in reversed(range(6)):
+        assert_same(trainer.to_layers(restore(tmp_path, trainer, {})), expected[step])
+        shutil.rmtree(tmp_path / str(step))
 
 
 def test_metrics_after_a_resume_have_one_line_a_step(tmp_path):
