@@ -23,22 +23,28 @@ class Flag:
     """One XLA flag: its name without dashes, its value, and why it is set."""
 
     name: str
-    value: str
+    value: str | int | bool
     why: str
 
     def __str__(self) -> str:
-        return f"--{self.name}={self.value}"
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"--{self.name}={value}"
 
 
 _WANTED = (
     Flag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "spreads transfers over compute; on by default for some GPUs only, and not for A100",
+    ),
+    Flag(
         "xla_gpu_experimental_parallel_async_compute_limit",
-        "16",
+        16,
         "lets all host transfers of a tick be under way at once; by default one ends right after its start",
     ),
     Flag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
-        "2",
+        2,
         "lets the sends of F and of B both run beside the weight gradients",
     ),
     Flag(
@@ -61,7 +67,7 @@ class XlaFlags:
         return " ".join(map(str, self.flags))
 
     @property
-    def compiler_options(self) -> dict[str, str]:
+    def compiler_options(self) -> dict[str, str | int | bool]:
         """The same for `jax.jit(..., compiler_options=...)`, which needs no environment variable."""
         return {flag.name: flag.value for flag in self.flags}
 
@@ -91,7 +97,7 @@ def _accepted(version: str) -> frozenset[str]:
             return frozenset(known["accepted"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    accepted = probe([flag.name for flag in _WANTED], {flag.name: flag.value for flag in _WANTED})
+    accepted = probe({flag.name: str(flag) for flag in _WANTED})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -102,13 +108,13 @@ def _accepted(version: str) -> frozenset[str]:
     return accepted
 
 
-def probe(names: list[str], values: dict[str, str]) -> frozenset[str]:
-    """Which of some flags XLA accepts, tried in processes of their own."""
-    left = list(names)
+def probe(flags: dict[str, str]) -> frozenset[str]:
+    """The names of those flags, given by name as XLA_FLAGS has them, that XLA accepts; tried in other processes."""
+    left = list(flags)
     while left:
         run = subprocess.run(
             [sys.executable, "-c", _PROBE],
-            env={**os.environ, "XLA_FLAGS": " ".join(f"--{name}={values[name]}" for name in left)},
+            env={**os.environ, "XLA_FLAGS": " ".join(flags[name] for name in left)},
             capture_output=True,
             text=True,
             check=False,

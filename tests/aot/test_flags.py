@@ -40,8 +40,8 @@ def test_a_damaged_memory_is_made_again(cache):
 
 
 def test_unknown_flags_are_left_out():
-    values = {"xla_no_such_flag": "1", "xla_gpu_autotune_level": "0", "xla_nor_this_one": "true"}
-    assert flags.probe(list(values), values) == {"xla_gpu_autotune_level"}
+    asked = {name: f"--{name}=1" for name in ("xla_no_such_flag", "xla_gpu_autotune_level", "xla_nor_this_one")}
+    assert flags.probe(asked) == {"xla_gpu_autotune_level"}
 
 
 def test_what_is_set_already_wins(monkeypatch):

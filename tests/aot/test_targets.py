@@ -44,7 +44,7 @@ def test_bad_targets_are_refused(tmp_path):
         aot.load_target("h900")
     path = tmp_path / "bad.toml"
     path.write_text("[tflops]\nbf16 = 1\n")
-    with pytest.raises(ValueError, match=r"lacks tflops\.f32, .*node\.gpus.*h100-80g\.toml shows all there is"):
+    with pytest.raises(ValueError, match=r"lacks tflops\.tf32, .*node\.gpus.*h100-80g\.toml shows all there is"):
         aot.load_target(path)
     path.write_text("not toml")
     with pytest.raises(ValueError, match="is not a TOML file"):

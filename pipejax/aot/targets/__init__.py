@@ -13,7 +13,7 @@ import tomllib
 from typing import Any
 
 _FIELDS = {
-    "tflops": ("bf16", "f32", "f8", "sustained"),
+    "tflops": ("bf16", "tf32", "f8", "sustained"),
     "memory": ("hbm_bytes", "hbm_gbps", "sustained"),
     "links": (
         "nvlink_gbps",
@@ -35,7 +35,7 @@ class Target:
 
     Attributes:
       name: of the target.
-      matmul_flops: FLOP/s of matrix products by element type; "f32" is also that of element-wise work.
+      matmul_flops: FLOP/s of matrix products by element type; those of f32 run in TF32.
       hbm_bytes: device memory.
       hbm_rate: bytes/s of device memory.
       nvlink_rate: bytes/s in one direction between GPUs of a node.
@@ -112,7 +112,7 @@ def _target(name: str, data: dict[str, Any]) -> Target:
             "bf16": tflops["bf16"] * tensor,
             "f16": tflops["bf16"] * tensor,
             "f8": tflops["f8"] * tensor,
-            "f32": tflops["f32"] * tensor,
+            "f32": tflops["tf32"] * tensor,
         },
         hbm_bytes=memory["hbm_bytes"],
         hbm_rate=memory["hbm_gbps"] * giga * memory["sustained"],
