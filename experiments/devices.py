@@ -7,14 +7,14 @@ import pathlib
 
 
 def prepare(*, virtual: int) -> None:
-    """On a machine without an NVIDIA GPU, makes JAX run on so many virtual CPU devices.
+    """Makes the CPU count as so many devices, for where JAX finds no GPU.
 
     Settings that the user made in the environment stay.
     """
-    if any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
-        return
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
+    if "xla_force_host_platform_device_count" not in flags:  # GPUs, where JAX finds them, are not touched by it
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={virtual}".strip()
+    if not any(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # The plugin that compiles for absent GPUs complains that it finds no CUDA libraries.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

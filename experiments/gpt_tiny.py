@@ -117,6 +117,7 @@ class Run:
     loader: data.Loader
     trainer: train.Trainer
     checkpoints: train.Checkpoints
+    loop: train.RunConfig
     start: train.TrainState | None
 
 
@@ -126,6 +127,7 @@ def set_up(config: Config) -> Run:
     Raises:
       ValueError: something in it cannot work, with what to change.
     """
+    loop = train.RunConfig(out=config.out, steps=config.steps, checkpoint_every=config.checkpoint_every)
     pipe = make_pipeline(config)
     tokens = data.tokenize_folder(config.data.folder, config.out / "tokens.bin", pattern=config.data.pattern)
     loader = data.Loader(tokens, batch_size=config.data.batch_size, length=config.data.length, seed=config.seed)
@@ -139,7 +141,7 @@ def set_up(config: Config) -> Run:
         "microbatches": config.pipeline.microbatches,
         "batch_size": config.data.batch_size,
         "length": config.data.length,
-        "tokens": len(tokens.tokens),
+        "text": f"{len(tokens.tokens)} tokens with CRC {tokens.crc32:08x}",
     }
     checkpoints = train.Checkpoints(config.out / "checkpoints", trainer, identity=identity)
     if not config.resume and checkpoints.latest is not None:
@@ -147,7 +149,8 @@ def set_up(config: Config) -> Run:
             f"{config.out} holds a run already, {checkpoints.latest} steps long; pass --resume to go on with it, or "
             "another --out."
         )
-    return Run(pipe, loader, trainer, checkpoints, checkpoints.restore() if config.resume else None)
+    start = checkpoints.restore() if config.resume else None
+    return Run(pipe, loader, trainer, checkpoints, loop, start)
 
 
 def describe(config: Config, run: Run) -> str:
@@ -184,8 +187,7 @@ def go(config: Config, run: Run) -> None:
     picture.write_text(draw.svg(lanes.timeline(run.pipe.program)))
     if run.start is not None:
         print(f"Resuming after step {int(run.start.step)}.")
-    loop = train.RunConfig(out=config.out, steps=config.steps, checkpoint_every=config.checkpoint_every)
-    state, losses = train.train(run.trainer, run.loader, run.checkpoints, loop, start=run.start)
+    state, losses = train.train(run.trainer, run.loader, run.checkpoints, run.loop, start=run.start)
     run.checkpoints.close()
     if losses:
         print(f"Loss: {losses[0]:.3f} nats a byte at the first step, {losses[-1]:.3f} at the last.")
@@ -207,7 +209,10 @@ def main() -> None:
         run = set_up(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    go(config, run)
+    try:
+        go(config, run)
+    except train.TrainingError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

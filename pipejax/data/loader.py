@@ -32,6 +32,8 @@ class Loader:
         Raises:
           DataError: the file is too short for one batch, or the shards do not divide it.
         """
+        if batch_size < 1 or length < 1:
+            raise DataError(f"a batch of {batch_size} windows of {length} tokens holds nothing; make both 1 or more.")
         if batch_size % shards:
             raise DataError(f"{shards} processes do not divide a batch of {batch_size} windows; change one.")
         self.windows = (len(file.tokens) - 1) // length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Iterable
 
 import numpy as np
@@ -23,7 +24,7 @@ def _description(path: pathlib.Path) -> pathlib.Path:
 def write_tokens(path: str | os.PathLike[str], pieces: Iterable[np.ndarray], *, vocab_size: int) -> int:
     """Writes tokens to `path` (a .bin file) and their description to the .json file beside it.
 
-    Both appear whole or not at all: they are written under other names first.
+    The .bin file appears whole or not at all.
 
     Args:
       path: where to.
@@ -39,15 +40,17 @@ def write_tokens(path: str | os.PathLike[str], pieces: Iterable[np.ndarray], *, 
     path = pathlib.Path(path)
     dtype = np.dtype("uint16" if vocab_size <= 2**16 else "uint32")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, count = path.with_name(f"{path.name}.{os.getpid()}.part"), 0
+    temporary, count, checksum = path.with_name(f"{path.name}.{os.getpid()}.part"), 0, 0
     try:
         with temporary.open("wb") as file:
             for piece in pieces:
                 if piece.size and not 0 <= int(piece.min()) <= int(piece.max()) < vocab_size:
                     raise DataError(f"{path}: a token lies outside the vocabulary of {vocab_size}; raise vocab_size.")
-                file.write(piece.astype(dtype.newbyteorder("<")).tobytes())
+                raw = piece.astype(dtype.newbyteorder("<")).tobytes()
+                file.write(raw)
                 count += piece.size
-        description = {"format": "pipejax tokens", "dtype": dtype.name, "vocab_size": vocab_size, "tokens": count}
+                checksum = zlib.crc32(raw, checksum)
+        description = {"dtype": dtype.name, "vocab_size": vocab_size, "tokens": count, "crc32": checksum}
         _description(path).write_text(json.dumps(description) + "\n")
         temporary.replace(path)
     finally:
@@ -62,6 +65,7 @@ class TokenFile:
       path: the .bin file.
       tokens: [n], uint16 or uint32, on disk until read.
       vocab_size: tokens lie in [0, vocab_size).
+      crc32: of the bytes when they were written; tells one text from another of the same length.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,7 +79,8 @@ class TokenFile:
             raise DataError(f"there is no token file {self.path}; write one with pipejax.data.write_tokens.")
         try:
             description = json.loads(_description(self.path).read_text())
-            dtype, self.vocab_size, count = (description[key] for key in ("dtype", "vocab_size", "tokens"))
+            dtype, count = description["dtype"], int(description["tokens"])
+            self.vocab_size, self.crc32 = int(description["vocab_size"]), int(description["crc32"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{_description(self.path)}, which should describe {self.path.name}, cannot be read ({error}); write "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import signal
 import time
@@ -17,6 +18,10 @@ from pipejax.train.progress import Progress
 from pipejax.train.state import Trainer, TrainState
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says what to change."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One run."""
@@ -27,6 +32,11 @@ class RunConfig:
     """Optimizer steps in the whole run, those before a resume included."""
     checkpoint_every: int = 100
     """Steps between checkpoints; one more is saved at the end."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
 
 
 def train(
@@ -43,6 +53,9 @@ def train(
 
     Returns:
       The last state, and the loss of each step run.
+
+    Raises:
+      TrainingError: loss or gradients are no longer finite; the last checkpoint is from before that.
     """
     state = trainer.init() if start is None else start
     done, losses = int(state.step), []
@@ -51,13 +64,19 @@ def train(
         before = time.perf_counter()
         for step in range(done, config.steps):
             state, values = trainer.step(state, loader.batch(step))
-            loss, norm = (float(value) for value in jax.device_get((values["loss"], values["grad_norm"])))
+            values = {name: float(value) for name, value in jax.device_get(values).items()}
             now = time.perf_counter()
             seconds, before = now - before, now
-            figures = {"loss": loss, "tokens_per_second": loader.tokens_per_batch / seconds, "step_seconds": seconds}
-            losses.append(loss)
-            metrics.write(step + 1, {**figures, "grad_norm": norm})
-            progress.update(step + 1, **figures)
+            speed = {"tokens_per_second": loader.tokens_per_batch / seconds, "step_seconds": seconds}
+            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+                checkpoints.wait()
+                raise TrainingError(
+                    f"step {step + 1} gave a loss of {values['loss']} and a gradient norm of {values['grad_norm']}; "
+                    "lower the learning rate, warm up for longer, or look for bad values in the data."
+                )
+            losses.append(values["loss"])
+            metrics.write(step + 1, {**values, **speed})
+            progress.update(step + 1, loss=values["loss"], **speed)
             last = step + 1 == config.steps or stop.asked
             if last or (step + 1) % config.checkpoint_every == 0:
                 checkpoints.save(state)

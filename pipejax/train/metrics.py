@@ -17,7 +17,9 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
-        self.path.write_text("".join(kept))
+        whole = self.path.with_suffix(".part")  # killed here, nothing is lost
+        whole.write_text("".join(kept))
+        whole.replace(self.path)
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -29,6 +29,18 @@ class OptimizerConfig:
     """Decay of the second moment."""
 
 
+class Optimizer(NamedTuple):
+    """How parameters change.
+
+    Attributes:
+      transformation: gradients to updates, for parameters as `pj.Pipeline` holds them.
+      learning_rate: by step, from 0; what the metrics show.
+    """
+
+    transformation: optax.GradientTransformation
+    learning_rate: optax.Schedule
+
+
 def _decayed(params: Any) -> Any:
     """Which leaves are matrices in the model; layers are stacked behind three axes, [pipe, chunks, positions]."""
     return {
@@ -37,22 +49,14 @@ def _decayed(params: Any) -> Any:
     }
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate by step, for a run of so many steps."""
-    return optax.warmup_cosine_decay_schedule(
+def make_optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
+    """The optimizer of a run of so many steps."""
+    learning_rate = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
         warmup_steps=min(config.warmup_steps, max(steps - 1, 1)),
         decay_steps=max(steps, 2),
         end_value=config.learning_rate * config.final_fraction,
     )
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of so many steps, for parameters as `pj.Pipeline` holds them."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps), b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=_decayed
-        ),
-    )
+    adamw = optax.adamw(learning_rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=_decayed)
+    return Optimizer(optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), learning_rate)

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pipejax.pipeline import Pipeline
+from pipejax.train.optimizer import Optimizer
 
 
 class TrainState(NamedTuple):
@@ -29,7 +30,7 @@ class TrainState(NamedTuple):
 class Trainer:
     """Initial state, step, and the layer-major form that checkpoints hold, for one pipeline and optimizer."""
 
-    def __init__(self, pipe: Pipeline, optimizer: optax.GradientTransformation, *, batch: Any, seed: int) -> None:
+    def __init__(self, pipe: Pipeline, optimizer: Optimizer, *, batch: Any, seed: int) -> None:
         """Works out shapes from a batch (arrays or `jax.ShapeDtypeStruct`s); compiles nothing.
 
         Args:
@@ -46,7 +47,7 @@ class Trainer:
         self.shardings = TrainState(
             params=pipe.shardings,
             opt_state=optax.tree.map_params(
-                optimizer,
+                optimizer.transformation,
                 lambda _, sharding: sharding,
                 self.structs.opt_state,
                 pipe.shardings,
@@ -70,16 +71,17 @@ class Trainer:
 
     def _make(self) -> TrainState:
         params = self.pipe.init(self._init_key, self._batch)
-        return TrainState(params, self.optimizer.init(params), jnp.int32(0))
+        return TrainState(params, self.optimizer.transformation.init(params), jnp.int32(0))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(self._dropout_key, state.step)
         loss, grads = self.pipe.value_and_grad(state.params, batch, key)
         grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its counts with floats, whatever the user forbids
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            updates, opt_state = self.optimizer.transformation.update(grads, state.opt_state, state.params)
+            learning_rate = self.optimizer.learning_rate(state.step)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": learning_rate}
         return TrainState(params, opt_state, state.step + 1), metrics
 
     def _convert(self, state: TrainState, function: Any) -> TrainState:
@@ -91,6 +93,6 @@ class Trainer:
         convert = lambda leaf, layers: function(leaf) if layers else leaf
         return TrainState(
             params=jax.tree.map(convert, state.params, stacked),
-            opt_state=optax.tree.map_params(self.optimizer, convert, state.opt_state, stacked),
+            opt_state=optax.tree.map_params(self.optimizer.transformation, convert, state.opt_state, stacked),
             step=state.step,
         )

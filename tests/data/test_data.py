@@ -30,6 +30,15 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_texts_of_one_length_are_told_apart(tmp_path):
+    files = []
+    for name, tokens in (("a", [1, 2]), ("b", [2, 1]), ("c", [1, 2])):
+        data.write_tokens(tmp_path / f"{name}.bin", [np.array([token]) for token in tokens], vocab_size=3)
+        files.append(data.TokenFile(tmp_path / f"{name}.bin"))
+    assert files[0].crc32 != files[1].crc32
+    assert files[0].crc32 == files[2].crc32
+
+
 def test_damaged_files_are_named(tmp_path, numbers):
     with pytest.raises(data.DataError, match=r"no token file .*missing\.bin"):
         data.TokenFile(tmp_path / "missing.bin")
@@ -40,7 +49,9 @@ def test_damaged_files_are_named(tmp_path, numbers):
     numbers.path.with_suffix(".json").write_text("{}")
     with pytest.raises(data.DataError, match=r"numbers\.json, which should describe numbers\.bin, cannot be read"):
         data.TokenFile(numbers.path)
-    numbers.path.with_suffix(".json").write_text(json.dumps({"dtype": "int8", "vocab_size": 9, "tokens": 1}))
+    numbers.path.with_suffix(".json").write_text(
+        json.dumps({"dtype": "int8", "vocab_size": 9, "tokens": 1, "crc32": 0})
+    )
     with pytest.raises(data.DataError, match="dtype 'int8'"):
         data.TokenFile(numbers.path)
 
@@ -95,5 +106,7 @@ def test_shards_make_up_the_batch(numbers):
 def test_too_little_text_is_refused(numbers):
     with pytest.raises(data.DataError, match="1000 tokens, which make 9 windows of 100, and a batch takes 10"):
         data.Loader(numbers, batch_size=10, length=100, seed=0)
+    with pytest.raises(data.DataError, match="a batch of 4 windows of 0 tokens holds nothing"):
+        data.Loader(numbers, batch_size=4, length=0, seed=0)
     with pytest.raises(data.DataError, match="4 processes do not divide a batch of 6"):
         data.Loader(numbers, batch_size=6, length=10, seed=0, shards=4)

@@ -86,6 +86,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, signal_number)
         (["--data.folder=/nowhere"], "holds no text that matches"),
         (["--resume"], "no checkpoint to resume from"),
         (["--model.num-heads=3"], "num_heads=3 does not divide hidden_size=16"),
+        (["--checkpoint-every=0"], "checkpoint_every is 0; it must be 1 or more"),
         (["--pipeline.devices=9"], "pipe=9 needs that many devices, and there are 8"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

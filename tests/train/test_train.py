@@ -48,7 +48,7 @@ def test_weight_decay_leaves_vectors_and_fillers_alone():
     state = trainer.init()
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     with jax.numpy_dtype_promotion("standard"):
-        updates, _ = trainer.optimizer.update(zeros, state.opt_state, state.params)
+        updates, _ = trainer.optimizer.transformation.update(zeros, state.opt_state, state.params)
     layers, params = updates["layers"], state.params["layers"]
     np.testing.assert_allclose(layers["up"], -0.05 * params["up"], rtol=1e-5)
     assert not np.asarray(layers["scale"]).any()
@@ -162,6 +162,32 @@ def test_what_is_saved_is_the_state_of_then(tmp_path):
     for step in reversed(range(6)):
         assert_same(trainer.to_layers(restore(tmp_path, trainer, {})), expected[step])
         shutil.rmtree(tmp_path / str(step))
+
+
+class Batches:
+    """A loader whose batches are spoilt from one step on."""
+
+    tokens_per_batch = 40
+
+    def __init__(self, spoilt):
+        self._spoilt = spoilt
+
+    def batch(self, step):
+        batch = make_batch(8, seed=step)
+        return {**batch, "bias": batch["bias"] * jnp.nan} if step >= self._spoilt else batch
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path):
+    trainer = make_trainer()
+    checkpoints = train.Checkpoints(tmp_path / "checkpoints", trainer, identity={})
+    config = train.RunConfig(out=tmp_path, steps=5, checkpoint_every=1)
+    with pytest.raises(train.TrainingError, match=r"step 3 gave a loss of nan .*; lower the learning rate"):
+        train.train(trainer, Batches(spoilt=2), checkpoints, config, start=None)
+    checkpoints.close()
+    assert checkpoints.latest == 2
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    np.testing.assert_allclose([line["learning_rate"] for line in lines], [0, 0.01])
 
 
 def test_metrics_after_a_resume_have_one_line_a_step(tmp_path):
