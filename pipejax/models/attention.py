@@ -61,6 +61,8 @@ def causal_attention(
         mask = None
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        out = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="xla")
+        # JAX computes the scores of bfloat16 inputs in float32 by promotion, which a user may have forbidden.
+        with jax.numpy_dtype_promotion("standard"):
+            out = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="xla")
         out = checkpoint_name(out, "attn_out")
     return out.reshape(batch, length, heads * head_dim)
