@@ -258,6 +258,13 @@ class Pipeline:
     def _check_parts(self, structs: Any, layer: Any, x: Any, batch: Any) -> None:
         if not isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(f"Pipeline: embed must return one array, the first block's input; it returns {x}.")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(structs):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"Pipeline: the parameter {jax.tree_util.keystr(path, simple=True, separator='.')} is "
+                    f"{leaf.dtype}; parameters are floating-point, so make it a constant of the module or a leaf of "
+                    "the batch."
+                )
         y, aux = jax.eval_shape(self._block, layer, x, batch, None)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(

@@ -73,6 +73,17 @@ def test_the_same_key_gives_the_same_model_everywhere():
         assert len({layer.tobytes() for layer in np.asarray(leaf)}) == 6
 
 
+def test_embedding_and_head_rest_in_shards():
+    """Each device holds its part: 1/4 of a table that 4 devices divide, and its own layers."""
+    pipe = make_pipeline(pipe=4)
+    params = pipe.init(jax.random.key(0), make_batch(8))
+    grads = pipe.value_and_grad(params, make_batch(8))[1]
+    for tree in (params, grads):
+        for leaf in (tree["embed"]["table"], tree["head"]["table"]):
+            assert {shard.data.shape for shard in leaf.addressable_shards} == {(4, HIDDEN)}
+        assert {shard.data.shape[0] for shard in tree["layers"]["up"].addressable_shards} == {1}
+
+
 def test_dropout_does_not_depend_on_the_pipeline():
     batch = make_batch(8)
     losses = []
@@ -208,6 +219,10 @@ class TestRefusals:
     def test_more_devices_than_there_are(self):
         with pytest.raises(ValueError, match="pipe=9 needs that many devices, and there are 8"):
             pj.make_mesh(pipe=9)
+
+    def test_integer_parameters(self):
+        block = pj.Part(init=lambda *args: {"table": jnp.zeros(3, jnp.int8)}, apply=lambda params, key, x, batch: x)
+        self.refused(r"the parameter layers\.table is int8; parameters are floating-point", block=block)
 
     def test_block_that_changes_shape(self):
         block = pj.Part(init=BLOCK.init, apply=lambda params, key, x, batch: x[..., :4])

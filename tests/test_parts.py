@@ -1,0 +1,119 @@
+"""Flax linen modules, nnx factories and plain functions as pure functions, and through the pipeline."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from toy import EMBED, HEAD, HIDDEN, assert_gradients_close, make_batch, make_pipeline
+
+import pipejax as pj
+from pipejax import plain
+
+X = jax.random.normal(jax.random.key(0), (2, 5, HIDDEN))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rate=0.5, *, rngs):
+        self.layers = nnx.List([nnx.Linear(HIDDEN, HIDDEN, rngs=rngs) for _ in range(2)])
+        self.dropouts = nnx.List([nnx.Dropout(rate, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x, batch):
+        for layer, dropout in zip(self.layers, self.dropouts, strict=True):
+            x = x + dropout(jnp.tanh(checkpoint_name(layer(x), "inner")))
+        return x
+
+    def doubled(self, x):
+        return 2 * x
+
+    def masks(self, x):
+        return [dropout(jnp.ones_like(x)) for dropout in self.dropouts]
+
+
+class LinenBlock(linen.Module):
+    rate: float = 0.5
+
+    @linen.compact
+    def __call__(self, x, batch, deterministic):
+        x = x + jnp.tanh(checkpoint_name(linen.Dense(HIDDEN)(x), "inner"))
+        return linen.Dropout(self.rate, deterministic=deterministic)(x)
+
+
+BLOCKS = {"nnx": NnxBlock, "linen": LinenBlock()}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_parameters_are_nested_dicts_and_follow_from_the_key(block):
+    part = pj.as_part(block, "block")
+    one, two, other = (part.init(jax.random.key(seed), X, {}) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert all(isinstance(key.key, str) for path, _ in jax.tree_util.tree_leaves_with_path(one) for key in path)
+    kernels = [tree[next(iter(tree))] for tree in (one, other)]
+    assert not np.array_equal(jax.tree.leaves(kernels[0])[-1], jax.tree.leaves(kernels[1])[-1])
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_keys_switch_dropout(block):
+    part = pj.as_part(block, "block")
+    params = part.init(jax.random.key(1), X, {})
+    apply = jax.jit(lambda key: part.apply(params, key, X, {}))
+    np.testing.assert_array_equal(apply(None), apply(None))
+    np.testing.assert_array_equal(apply(jax.random.key(1)), apply(jax.random.key(1)))
+    assert not np.array_equal(apply(jax.random.key(1)), apply(jax.random.key(2)))
+    assert not np.array_equal(apply(jax.random.key(1)), apply(None))
+
+
+def test_no_two_dropouts_of_a_module_are_alike():
+    part = pj.as_part(functools.partial(NnxBlock, 0.5), "block")
+    first, second = part.apply(part.init(jax.random.key(0)), jax.random.key(1), X, method="masks")
+    assert not np.array_equal(first, second)
+
+
+def test_other_methods_can_be_called():
+    part = pj.as_part(NnxBlock, "block")
+    np.testing.assert_array_equal(part.apply(part.init(jax.random.key(0)), None, X, method="doubled"), 2 * X)
+
+
+def test_parts_pass_as_they_are():
+    assert pj.as_part(EMBED, "embed") is EMBED
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_gradients_through_the_pipeline(block):
+    pipe = make_pipeline(embed=EMBED, block=block, head=HEAD, num_layers=5)
+    batch, key = make_batch(8), jax.random.key(3)
+    params = pipe.init(jax.random.key(0), batch)
+    loss, grads = pipe.value_and_grad(params, batch, key)
+    expected, wanted = plain.value_and_grad(pipe, pipe.to_layers(params), batch, key)
+    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-6)
+    assert_gradients_close(pipe.to_layers(grads), wanted)
+
+
+class NnxBatchNorm(nnx.Module):
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(HIDDEN, rngs=rngs)
+
+
+class LinenBatchNorm(linen.Module):
+    @linen.compact
+    def __call__(self, x, batch):
+        return linen.BatchNorm(use_running_average=False)(x)
+
+
+def test_state_besides_parameters_is_refused():
+    with pytest.raises(ValueError, match="block: NnxBatchNorm keeps state besides its parameters"):
+        pj.as_part(NnxBatchNorm, "block")
+    with pytest.raises(ValueError, match="block: LinenBatchNorm keeps batch_stats besides its parameters"):
+        pj.as_part(LinenBatchNorm(), "block").init(jax.random.key(0), X, {})
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ValueError, match=r"head: pass a linen module, .* not int"):
+        pj.as_part(3, "head")
+    with pytest.raises(ValueError, match=r"not NnxBlock"):
+        pj.as_part(NnxBlock(rngs=nnx.Rngs(0)), "block")
+    with pytest.raises(ValueError, match="does not take the keyword `rngs`"):
+        pj.as_part(lambda: None, "block")
