@@ -20,7 +20,6 @@ from pipejax.runtime.residuals import Block, Chunk, Residuals, analyse
 from pipejax.runtime.step import Functions, Local, Step
 
 AXIS = "pipe"
-EMBED_KEY, HEAD_KEY = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)

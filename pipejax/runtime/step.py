@@ -20,6 +20,9 @@ from pipejax.runtime.residuals import Chunk
 
 Row = dict[str, jax.Array]
 
+# Embedding and head draw their dropout as if they were the layers num_layers + these.
+EMBED_KEY, HEAD_KEY = 0, 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
@@ -44,7 +47,7 @@ class Local:
       batch: leaves [microbatches, ...], the same on every device.
       chunk_layers: int32 [chunks], how many layers each chunk holds.
       layer_keys: (chunk, microbatch) -> a key for each position of the chunk, or None.
-      part_keys: (0 for the embedding or 1 for the head, microbatch) -> a key, or None.
+      part_keys: (EMBED_KEY or HEAD_KEY, microbatch) -> a key, or None.
     """
 
     embed: Any
@@ -122,7 +125,7 @@ class Step:
             carry["loss"] += jnp.where(row["f_valid"] > 0, aux, 0)
 
             def head(_: Any, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                key = self.local.part_keys(1, row["f_microbatch"])
+                key = self.local.part_keys(HEAD_KEY, row["f_microbatch"])
                 loss, weight = self.functions.head(self.local.head, y, batch, key)
                 return totals[0] + loss, totals[1] + weight
 
@@ -185,7 +188,7 @@ class Step:
         x, carry["x"] = rings.load(carry["x"], row["f_source"])
 
         def embed(*_: Any) -> jax.Array:
-            return self.functions.embed(self.local.embed, batch, self.local.part_keys(0, row["f_microbatch"]))
+            return self.functions.embed(self.local.embed, batch, self.local.part_keys(EMBED_KEY, row["f_microbatch"]))
 
         x = _when(row["f_embed"], embed, x)
         return x, batch, self.local.layer_keys(row["f_chunk"], row["f_microbatch"]), carry
@@ -209,7 +212,7 @@ class Step:
 
         def head(_: Any, state: Any) -> Any:
             grads, dy, loss, weight = state
-            key = self.local.part_keys(1, row["f_microbatch"])
+            key = self.local.part_keys(HEAD_KEY, row["f_microbatch"])
             (added, weighs), vjp = jax.vjp(lambda p, h: self.functions.head(p, h, batch, key), self.local.head, y)
             dparams, cotangent = vjp((jnp.ones_like(added), jnp.zeros_like(weighs)))
             return (
@@ -252,7 +255,7 @@ class Step:
             carry["in"] = _map(lambda ring: rings.load_host(ring, row["host_read"]), host)
 
         def embed(_: Any, grads: Any) -> Any:
-            key = self.local.part_keys(0, microbatch)
+            key = self.local.part_keys(EMBED_KEY, microbatch)
             _, vjp = jax.vjp(lambda p: self.functions.embed(p, batch, key), self.local.embed)
             return _accumulate(grads, vjp(dx)[0])
 
