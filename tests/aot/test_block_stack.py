@@ -27,8 +27,13 @@ CONFIG = gpt.Config(
     dtype=jnp.bfloat16,
     attention="fused",
 )
+# Rates at which k, the round trip of a layer's residuals over the time of its F, B and W, is 0.65.
+LAYER_FLOPS = (26 + 55) * HIDDEN**3  # s = h: 24 + 48 bsh² of products, 2 + 7 bs²h of causal attention
+TARGET = aot.load_target("h100-80g").with_rates(tflops=440)
+K = 0.65
 # What a block keeps in bf16: block_input, qkv, attn_out, residual, mlp_up; and the log-sum-exp in float32.
 RESIDUAL_BYTES = 20 * LENGTH * HIDDEN + 4 * 32 * LENGTH
+TARGET = TARGET.with_rates(link_gbps=2 * RESIDUAL_BYTES / (K * LAYER_FLOPS / 440e12) / 1e9)
 
 
 @functools.cache
@@ -62,7 +67,7 @@ def compiled(*, pipe=8, chunks=2, microbatches=16, offload="full"):
         aot.abstract(pipe_.structs, pipe_.shardings),
         aot.abstract(batch, NamedSharding(pipe_.mesh, PartitionSpec())),
     )
-    return aot.report(aot.compile_for_gpu(lowered), devices=pipe), pipe_
+    return aot.report(aot.compile_for_gpu(lowered), target=TARGET, devices=pipe), pipe_
 
 
 def sends(section):
@@ -128,3 +133,13 @@ def test_backward_does_not_run_the_attention_kernel_again():
     text = str(jax.make_jaxpr(pipe.value_and_grad)(pipe.structs, batch))
     # F alone, F and B: one forward kernel each. B's stand-in F is dead code: XLA drops it, the jaxpr still shows it.
     assert text.count("name=mha_backward") == 2
+
+
+def test_transfers_are_hidden():
+    """All but the flush and the prefetch between phases, whose share falls with the microbatches."""
+    report, _ = compiled(microbatches=64)
+    for section in report.sections:
+        if section.trips and section.trips > 1:
+            aot.assert_hidden(report, 0.99, section=section.name)
+    aot.assert_hidden(report, 0.99)
+    assert report.projected.flops == pytest.approx((2 * 64 + 7) * LAYER_FLOPS)  # bubbles compute too
