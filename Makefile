@@ -1,6 +1,7 @@
 # make demo   train a small language model through a pipeline of 8 virtual devices
 # make test   lint, type check, and the quick tests
 # make test-all   every test, the whole grids included (hours on 2 cores)
+# make bench  compile pipejax and its peers for GPUs, and write benchmarks/RESULTS.md
 #
 # Each makes its own virtual environment. PYTHON picks the interpreter (3.11 or newer), VENV the folder, JAX a
 # requirement such as "jax==0.10.2".
@@ -12,17 +13,20 @@ JAX ?= jax
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all bench lint clean
 
 demo: $(VENV)/.run
 	@rm -rf runs/demo
 	@$(BIN)/python -m experiments.gpt_tiny --out runs/demo
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 -q
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 test-all: lint
-	@$(BIN)/python -m pytest -n 2 -q -m "full or not full"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "full or not full"
+
+bench: $(VENV)/.test
+	@$(BIN)/python -m benchmarks
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check .
