@@ -25,7 +25,10 @@ def from_slots(
       name: the schedule's name.
       placement: where each stage lives.
       slots: for F, B and, where the backward is split, W: int [stages, microbatches * slices].
-      devices, microbatches, slices, lockstep: as in `Schedule`.
+      devices: p.
+      microbatches: m.
+      slices: slices of each microbatch.
+      lockstep: whether slots are ticks.
     """
     stages, units = slots[Kind.F].shape
     passes = np.zeros((len(slots), stages, units), PASS_DTYPE)

@@ -29,11 +29,23 @@ def check(schedule: Schedule) -> None:
       ScheduleError: "placement", "neighbours", "unknown pass", "double booking", "missing pass", "repeated pass" or
         "dependency".
     """
+    _check_dependencies(schedule, check_complete(schedule))
+
+
+def check_complete(schedule: Schedule) -> dict[Kind, IntArray]:
+    """Checks all but the order: each pass there once, on the device that holds its stage, alone in its slot.
+
+    Returns:
+      For each kind int [stages, microbatches, slices], the slot of each pass.
+
+    Raises:
+      ScheduleError: as `check`, but never "dependency".
+    """
     _check_placement(schedule)
     _check_range(schedule)
     _check_double_booking(schedule)
     kinds = (Kind.F, Kind.B, Kind.W) if schedule.split_backward else (Kind.F, Kind.B)
-    _check_dependencies(schedule, {kind: _slots(schedule, kind) for kind in kinds})
+    return {kind: _slots(schedule, kind) for kind in kinds}
 
 
 def describe(kind: int, microbatch: int, piece: int, chunk: int, *, slices: int) -> str:

@@ -30,7 +30,8 @@ def greedy(
     Args:
       name: the schedule's name.
       placement: where each stage lives.
-      devices, microbatches: p, m.
+      devices: p.
+      microbatches: m.
       limits: chunk-activations that each device may hold, at least its chunks. Later chunks have room kept for them,
         so that the pipeline never stalls for memory.
       split_backward: whether W's fill the gaps.

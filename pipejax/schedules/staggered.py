@@ -76,7 +76,10 @@ def alternating(
 
     Args:
       name: the schedule's name.
-      devices, chunks, microbatches, slices: as in `Schedule`.
+      devices: p.
+      chunks: v.
+      microbatches: m.
+      slices: slices of each microbatch.
       forwards_first: whether the warm-up takes all F's.
     """
     check_size(name, devices, microbatches)

@@ -1,4 +1,4 @@
-"""Wave-like pipelines: each chunk runs over the devices the other way than the one before (Hanayo, arXiv 2308.15762)."""
+"""Waves: each chunk runs over the devices the other way round than the one before (Hanayo, arXiv 2308.15762)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ class _Text:
 
     def _style(self, kind: Kind, chunk: int) -> str:
         light, dark = _PALETTE[chunk % len(_PALETTE)]
-        return {Kind.F: f"48;5;{light};38;5;16", Kind.B: f"48;5;{dark};38;5;231", Kind.W: f"48;5;{light};38;5;240;2"}[kind]
+        return {Kind.F: f"48;5;{light};38;5;16", Kind.B: f"48;5;{dark};38;5;231", Kind.W: f"48;5;{light};38;5;240;2"}[
+            kind
+        ]
 
     def _paint(self, text: str, style: str) -> str:
         return f"\x1b[{style}m{text}\x1b[0m" if self.colour and style else text
@@ -91,7 +93,7 @@ class _Text:
         return "  ".join(chunks) + ("  ▸ to the host, ◂ back" if len(self.timeline.transfers) else "")
 
     def _span(self, start: float, stop: float) -> tuple[int, int]:
-        lo, hi = (int(round(time * self.scale)) for time in (start, stop))
+        lo, hi = (round(time * self.scale) for time in (start, stop))
         return lo, max(hi, lo + 1)
 
     def _passes(self, device: int) -> Iterator[_Cell]:
