@@ -102,7 +102,7 @@ class Checkpoints:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
         except Exception as error:
             # The first sentence: what follows is TensorStore's whole specification of the array.
-            reason = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
+            reason = str(error).strip(" \n'\"").split("\n")[0].split(". ")[0] or type(error).__name__
             raise self._damaged(step, reason) from error
 
     def _check_identity(self, step: int, saved: dict[str, Any]) -> None:

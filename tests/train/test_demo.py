@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,24 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, signal_number)
     assert losses(tmp_path) == losses(undisturbed[0])
 
 
+def fails(out, *flags):
+    output, _ = (process := start(out, *flags)).communicate(timeout=100)
+    assert process.returncode == 1, output
+    assert output.startswith("error: "), output
+    assert output.count("\n") == 1, output
+    return output
+
+
+def test_a_damaged_or_foreign_checkpoint_ends_with_one_sentence(undisturbed, tmp_path):
+    shutil.copytree(undisturbed[0], tmp_path, dirs_exist_ok=True)
+    assert "holds a run already, 12 steps long; pass --resume" in fails(tmp_path)
+    assert "is of a run with seed = 0, and this one has 1; make them equal" in fails(tmp_path, "--resume", "--seed=1")
+    newest = tmp_path / "checkpoints" / "12" / "state"
+    big = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    big.write_bytes(big.read_bytes()[: big.stat().st_size // 2])
+    assert "12 is damaged or foreign" in fails(tmp_path, "--resume")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -92,8 +111,4 @@ def test_a_stopped_run_goes_on_bit_for_bit(undisturbed, tmp_path, signal_number)
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_input_ends_with_one_sentence(tmp_path, flags, message):
-    output, _ = (process := start(tmp_path, *flags)).communicate(timeout=100)
-    assert process.returncode == 1
-    assert message in output
-    assert output.startswith("error: ")
-    assert output.count("\n") == 1
+    assert message in fails(tmp_path, *flags)
