@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import shutil
 import sys
@@ -13,9 +12,10 @@ from typing import Any
 from pipejax.schedules import NAMES, Costs, Link, Schedule, Timeline, by_name, check, plan, simulate
 from pipejax.schedules.actions import read, to_csv
 from pipejax.schedules.check_timeline import check_timeline
-from pipejax.schedules.names import summary
+from pipejax.schedules.names import options_of, summary
 
 AUTO = "auto"
+_FILE_WIDTH = 4000  # characters of a line in a file, which need not fit a screen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     size.add_argument("--microbatches", type=int, metavar="M")
     size.add_argument("--group", type=int, metavar="G", help="microbatches of a group (gis)")
+    size.add_argument("--split-weights", action="store_true", default=None, help="W on its own, aligned (lockstep-...)")
     size.add_argument("--slices", type=int, metavar="S", help="slices of a sequence (seq1f1b)")
     costs = parser.add_argument_group("times")
     costs.add_argument(
@@ -56,6 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--paired", type=float, default=0.5, metavar="X", help="speed of a pair going the same way (0.5)"
     )
     offload.add_argument("--memory-limit", type=float, metavar="X", help="chunk-activations that a device can hold")
+    search = parser.add_argument_group("synthesis")
+    search.add_argument(
+        "--synthesize",
+        type=float,
+        metavar="SECONDS",
+        help="instead of a named schedule, search so long for the shortest one within --memory-limit "
+        "(--offload auto lets it offload)",
+    )
+    search.add_argument(
+        "--prove", type=float, metavar="SECONDS", help="then let a solver look for a shorter one so long"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--format", choices=("text", "json", "svg", "trace", "csv"), default="text")
     out.add_argument("-o", "--output", type=Path, metavar="FILE", help="write here instead of to the terminal")
@@ -75,7 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
         timelines = [_timeline(_build(name, arguments), arguments) for name in names]
         _write(_comparison(timelines, arguments), arguments.output)
         return 0
-    timeline = _timeline(_custom(arguments) if arguments.table else _build(_name(arguments), arguments), arguments)
+    if arguments.synthesize is not None:
+        timeline = _synthesize(arguments)
+    else:
+        timeline = _timeline(_custom(arguments) if arguments.table else _build(_name(arguments), arguments), arguments)
     _write(_render(timeline, arguments), arguments.output)
     peak, limit = float(timeline.peaks().max()), arguments.memory_limit
     if limit is not None and peak > limit:
@@ -108,14 +123,42 @@ def _custom(arguments: argparse.Namespace) -> Schedule:
     return read(arguments.table)
 
 
+def _synthesize(arguments: argparse.Namespace) -> Timeline:
+    """The shortest schedule found; how far it is from the bound goes to standard error."""
+    from pipejax.schedules.synthesis import Problem, prove, synthesize
+
+    for option in ("devices", "chunks", "microbatches", "memory_limit"):
+        if getattr(arguments, option) is None:
+            raise ValueError(f"--synthesize needs --{option.replace('_', '-')}.")
+    problem = Problem(
+        devices=arguments.devices,
+        chunks=arguments.chunks,
+        microbatches=arguments.microbatches,
+        memory_limit=arguments.memory_limit,
+        costs=_costs(arguments),
+        link=_link(arguments) if arguments.offload == AUTO else None,
+    )
+    answer = synthesize(problem, seconds=arguments.synthesize)
+    if arguments.prove is not None and not answer.optimal:
+        answer = prove(problem, answer, seconds=arguments.prove)
+    check_timeline(answer.timeline)
+    verdict = "no schedule is shorter" if answer.optimal else f"the bound is {answer.bound:g}, {answer.gap:.1%} below"
+    print(f"found from {answer.origin}: time {answer.timeline.makespan:g}; {verdict}", file=sys.stderr)
+    return answer.timeline
+
+
 def _build(name: str, arguments: argparse.Namespace) -> Schedule:
     for option in ("devices", "microbatches"):
         if getattr(arguments, option) is None:
             raise ValueError(f"--{option} is missing.")
-    options = {key: getattr(arguments, key) for key in ("group", "slices") if getattr(arguments, key) is not None}
+    options = {
+        key: getattr(arguments, key)
+        for key in ("group", "slices", "split_weights")
+        if getattr(arguments, key) is not None
+    }
+    if "costs" in options_of(name):
+        options["costs"] = _costs(arguments)
     spec = by_name(name, chunks=arguments.chunks, **options)
-    if "costs" in {field.name for field in dataclasses.fields(spec)}:
-        spec = dataclasses.replace(spec, costs=_costs(arguments))
     moves = name.startswith("lockstep-") and (arguments.offload or arguments.offload_chunks)
     schedule = spec.build(
         devices=arguments.devices, microbatches=arguments.microbatches, transfer_ticks=2 if moves else 0
@@ -129,9 +172,13 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     return Costs(forward=forward, backward=backward, weights=weights, send=arguments.send)
 
 
+def _link(arguments: argparse.Namespace) -> Link:
+    return Link(k=arguments.k, lanes=arguments.lanes, shared=arguments.shared, paired=arguments.paired)
+
+
 def _timeline(schedule: Schedule, arguments: argparse.Namespace) -> Timeline:
     timeline = simulate(schedule, _costs(arguments))
-    link = Link(k=arguments.k, lanes=arguments.lanes, shared=arguments.shared, paired=arguments.paired)
+    link = _link(arguments)
     if arguments.offload == AUTO:
         timeline = plan(timeline, link, memory_limit=arguments.memory_limit)
     else:
@@ -182,7 +229,7 @@ def _render(timeline: Timeline, arguments: argparse.Namespace) -> str:
     if arguments.format == "csv":
         return to_csv(timeline.schedule).rstrip("\n")
     terminal = arguments.output is None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((160, 24)).columns if terminal else 240
+    width = shutil.get_terminal_size((160, 24)).columns if terminal else _FILE_WIDTH
     return draw.text(timeline, width=width, colour=terminal)
 
 

@@ -94,7 +94,7 @@ def run_orders(
     start = [0.0] * count
     position = [0] * len(orders)
     free = [0.0] * len(orders)
-    waiting: list[list[int] | None] = [None] * count
+    waiting: dict[int, list[int]] = {}
     ready = list(range(len(orders)))
     done = 0
     while ready:
@@ -110,9 +110,7 @@ def run_orders(
                     continue
                 end = stop[source]
                 if end is None:
-                    if waiting[source] is None:
-                        waiting[source] = []
-                    waiting[source].append(resource)
+                    waiting.setdefault(source, []).append(resource)
                     break
                 if end + lag > begin:
                     begin = end + lag
@@ -121,9 +119,8 @@ def run_orders(
                 stop[op] = now = begin + durations[op]
                 at += 1
                 done += 1
-                if waiting[op] is not None:
-                    ready.extend(waiting[op])
-                    waiting[op] = None
+                if op in waiting:
+                    ready.extend(waiting.pop(op))
                 continue
             break
         position[resource], free[resource] = at, now
@@ -132,7 +129,13 @@ def run_orders(
     return start
 
 
-def _cycle(orders, before, position, owner, stop) -> list[tuple[int, int]]:
+def _cycle(
+    orders: Sequence[Sequence[int]],
+    before: Sequence[Sequence[int]],
+    position: Sequence[int],
+    owner: Sequence[int],
+    stop: Sequence[float | None],
+) -> list[tuple[int, int]]:
     """The circle of resources that wait for each other."""
     resource = next(r for r, order in enumerate(orders) if position[r] < len(order))
     seen: dict[int, int] = {}

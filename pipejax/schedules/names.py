@@ -53,23 +53,31 @@ def by_name(name: str, *, chunks: int | None = None, **options: object) -> Sched
     Raises:
       ValueError: an unknown name, a number of chunks that the schedule does not have, or an option it does not know.
     """
-    if name not in _MAKERS:
-        raise ValueError(f"no schedule is called {name!r}; the names are {', '.join(NAMES)}.")
-    make, usual, free, _ = _MAKERS[name]
+    make, usual, free, _ = _maker(name)
     if free:
         options["chunks"] = usual if chunks is None else chunks
     elif chunks not in (None, usual):
         one = "chunk" if usual == 1 else "chunks"
         raise ValueError(f"schedule {name!r} has {usual} {one} on each device, not {chunks}; leave chunks out.")
-    known = getattr(make, "__dataclass_fields__", {})
+    known = options_of(name)
     for option in options:
         if option not in known:
-            raise ValueError(
-                f"schedule {name!r} has no option {option!r}; its options are: {', '.join(known) or 'none'}."
-            )
+            known_text = ", ".join(known) or "none"
+            raise ValueError(f"schedule {name!r} has no option {option!r}; its options are: {known_text}.")
     return make(**options)
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """The fields that a schedule's record has."""
+    return tuple(getattr(_maker(name)[0], "__dataclass_fields__", ()))
 
 
 def summary(name: str) -> str:
     """What a schedule is, in a line."""
-    return _MAKERS[name][3]
+    return _maker(name)[3]
+
+
+def _maker(name: str) -> tuple[Callable[..., ScheduleSpec], int, bool, str]:
+    if name not in _MAKERS:
+        raise ValueError(f"no schedule is called {name!r}; the names are {', '.join(NAMES)}.")
+    return _MAKERS[name]

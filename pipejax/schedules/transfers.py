@@ -7,7 +7,6 @@ An offload takes the earliest free place on its lane after F, a reload the lates
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -85,7 +84,14 @@ def plan(
     moved = []
     for device in range(schedule.devices):
         stages = schedule.placement.stage[device]
-        lane = _Lane(*(table[stages].reshape(-1) for table in (ready, needed, begin, end)), width, link.lanes)
+        lane = _Lane(
+            ready=ready[stages].reshape(-1),
+            needed=needed[stages].reshape(-1),
+            begin=begin[stages].reshape(-1),
+            end=end[stages].reshape(-1),
+            width=width,
+            lanes=link.lanes,
+        )
         order = _longest_first(needed[stages] - begin[stages], timeline.costs.chunk, chunks)
         chosen = lane.choose(order, _turns(link, device, width), memory_limit, unit=1 / schedule.slices)
         moved.append(_rows(timeline, link, device, chosen, width))
@@ -211,6 +217,9 @@ class _Chosen:
     back: np.ndarray  # start of each reload
 
 
+_NOTHING = _Chosen(index=np.zeros(0, np.int64), out=np.zeros(0), back=np.zeros(0))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Lane:
     """The activations of one device, and when its lanes can move them.
@@ -255,14 +264,14 @@ class _Lane:
     def choose(self, order: np.ndarray, ways: list[_Turns], memory_limit: float | None, *, unit: float) -> _Chosen:
         """As many as fit of `order`, the first ones before the others, in the turns with the lowest peak."""
         fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
-        best, best_peak = None, np.inf
+        best, best_peak, best_turns = _NOTHING, np.inf, ways[0]
         for turns in ways:
             chosen = self._longest_prefix(fits, turns)
             rest = fits[len(chosen.index) :]
             # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
             for candidate in (chosen, self._add(chosen, rest, turns)):
                 peak = self.peak(candidate, unit)
-                if (peak, -len(candidate.index)) < (best_peak, -len(best.index) if best else 0):
+                if (peak, -len(candidate.index)) < (best_peak, -len(best.index)):
                     best, best_peak, best_turns = candidate, peak, turns
         if memory_limit is not None and best_peak <= memory_limit:
             return self._fewest(best, best_turns, memory_limit, unit)
@@ -277,15 +286,10 @@ class _Lane:
         return float(held_over_time(begin, end, unit=unit)[1].max(initial=0.0))
 
     def _longest_prefix(self, order: np.ndarray, turns: _Turns) -> _Chosen:
-        return self._bisect(lambda count: self.place(order[:count], turns), len(order))
-
-    @staticmethod
-    def _bisect(attempt: Callable[[int], _Chosen | None], most: int) -> _Chosen:
-        """What `attempt` gives for the largest count that it does not refuse; it never refuses 0."""
-        best, low, high = attempt(0), 0, most + 1
-        middle = most
+        best, low, high = _NOTHING, 0, len(order) + 1
+        middle = len(order)
         while high - low > 1:
-            if (found := attempt(middle)) is None:
+            if (found := self.place(order[:middle], turns)) is None:
                 high = middle
             else:
                 best, low = found, middle
@@ -313,7 +317,7 @@ class _Lane:
         while high - low > 1:
             middle = (low + high) // 2
             found = self.place(chosen.index[:middle], turns)
-            if self.peak(found, unit) <= memory_limit:
+            if found is not None and self.peak(found, unit) <= memory_limit:
                 chosen, high = found, middle
             else:
                 low = middle
