@@ -112,7 +112,7 @@ def plan_whole_ticks(timeline: Timeline) -> Timeline:
     ticks = _ticks(timeline)
     passes = schedule.passes
     rows = rows_of(schedule)
-    forward, backward = rows[Kind.F].reshape(-1), rows[Kind.B].reshape(-1)
+    forward, backward = (rows[kind].reshape(-1) for kind in (Kind.F, Kind.B))
     if (passes["slot"][backward] - passes["slot"][forward] < 2).any():
         raise ValueError(f"{schedule.name} leaves no tick for transfers; build it with transfer_ticks=2.")
     moved = np.zeros((2, len(forward)), TRANSFER_DTYPE)
@@ -122,6 +122,10 @@ def plan_whole_ticks(timeline: Timeline) -> Timeline:
         moved[direction]["lane"] = moved[direction]["direction"] = direction
         tick = passes["slot"][source] + shift
         moved[direction]["start"], moved[direction]["stop"] = ticks[tick], ticks[tick + 1]
+    # Two ticks after its F a B leaves one tick for both ways: the ring is written first, then read.
+    same = moved[Direction.OFFLOAD]["start"] == moved[Direction.RELOAD]["start"]
+    middle = (moved[Direction.OFFLOAD]["start"] + moved[Direction.OFFLOAD]["stop"]) / 2
+    moved[Direction.OFFLOAD]["stop"][same] = moved[Direction.RELOAD]["start"][same] = middle[same]
     return dataclasses.replace(timeline, transfers=_sorted(moved.reshape(-1)))
 
 

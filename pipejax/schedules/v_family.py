@@ -8,6 +8,7 @@ live: lifespans sum up to 6 times the peak.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -79,6 +80,7 @@ def _repeat(name: str, devices: int, microbatches: int, block: dict[Kind, np.nda
     return compact(from_slots(name, placement, slots, devices=devices, microbatches=microbatches))
 
 
+@functools.cache
 def _block(devices: int, out: int, back: int) -> dict[Kind, np.ndarray]:
     """int64 [2, devices], the slots of the first microbatch's F, B and W.
 

@@ -60,8 +60,15 @@ def test_times_and_peaks_of_every_size(devices, chunks, microbatches):
 
 @pytest.mark.parametrize(
     ("devices", "chunks", "gis", "gis_h", "po"),
-    [(4, 2, 6, 8, 9), (4, 4, 6, 12, 18), (8, 2, 14, 18, 23), (8, 4, 14, 26, 41), (8, 8, 14, 42, 87)]
-    + [(16, 2, 30, 38, 51), (16, 8, 30, 86, 179)],
+    [
+        (4, 2, 6, 8, 9),
+        (4, 4, 6, 12, 18),
+        (8, 2, 14, 18, 23),
+        (8, 4, 14, 26, 41),
+        (8, 8, 14, 42, 87),
+        (16, 2, 30, 38, 51),
+        (16, 8, 30, 86, 179),
+    ],
 )
 def test_bubbles_are_the_published_ones(devices, chunks, gis, gis_h, po):
     for name, bubble in (("gis", gis), ("gis-h", gis_h), ("po", po)):
