@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from pipejax.schedules.timeline import Timeline
 from pipejax.schedules.transfers import plan
 
 _REACH = 6  # how many places a pass moves in its device's order at most
-_PATIENCE = 3000  # moves without gain before the search goes back to the best
+_ROUND = 4000  # moves of a round of annealing
+_HEAT = 0.6  # how much worse, in time, a move may make it at the start of a round (on average)
 
 
 def synthesize(problem: Problem, *, seconds: float = 10.0, seed: int = 0) -> Answer:
@@ -144,24 +146,24 @@ class _Climb:
         self.orders = [list(rows) for rows in device_orders(schedule)]
 
     def run(self, deadline: float) -> Timeline:
-        best = self.first
-        orders = [list(order) for order in self.orders]
-        score = self._score(orders)
-        idle = 0
+        """Rounds of simulated annealing, each from the best order so far, until the deadline."""
+        best, best_orders = self.first, [list(order) for order in self.orders]
+        begin = self._score(best_orders)
         while time.monotonic() < deadline:
-            if not self._move(orders) or (new := self._score(orders)) is None:
-                self._undo(orders)
-                continue
-            if score is not None and new > score:
-                idle += 1
-                self._undo(orders)
-                if idle > _PATIENCE:
+            orders, score = [list(order) for order in best_orders], begin
+            for step in range(_ROUND):
+                if step % 64 == 0 and time.monotonic() > deadline:
                     break
-                continue
-            idle = 0 if score is None or new < score else idle + 1
-            score = new
-            if new[0] < best.makespan - 1e-9 and (found := self._timeline(orders)) is not None:
-                best = found
+                heat = _HEAT * (1 - step / _ROUND) ** 2
+                if not self._move(orders) or (new := self._score(orders)) is None:
+                    self._undo(orders)
+                    continue
+                if score is not None and new[1] > score[1] - heat * math.log(self.rng.random() or 1.0):
+                    self._undo(orders)
+                    continue
+                score = new
+                if new[0] < best.makespan - 1e-9 and (found := self._timeline(orders)) is not None:
+                    best, best_orders, begin = found, [list(order) for order in orders], new
         return best
 
     def _move(self, orders: list[list[int]]) -> bool:
@@ -183,7 +185,10 @@ class _Climb:
         orders[device].insert(source, orders[device].pop(target))
 
     def _score(self, orders: list[list[int]]) -> tuple[float, float] | None:
-        """Makespan, then the sum of when passes end; None where the orders deadlock or take too much memory."""
+        """Makespan, and what the search descends on; None where the orders deadlock or take too much memory.
+
+        That passes start early on average tells orders of equal makespan apart, and counts a little.
+        """
         if self.problem.link is None:
             for order in orders:
                 held = 0
@@ -198,7 +203,7 @@ class _Climb:
         stops = [start[order[-1]] + self.durations[order[-1]] for order in orders]
         if self.problem.link is not None and self._timeline(orders) is None:
             return None
-        return max(stops), sum(start)
+        return max(stops), max(stops) + sum(start) / len(start)
 
     def _timeline(self, orders: list[list[int]]) -> Timeline | None:
         passes = self.schedule.passes.copy()
