@@ -24,7 +24,7 @@ from pipejax.schedules.synthesis.problem import Answer, Problem
 from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline
 
 if TYPE_CHECKING:
-    from scipy.optimize import OptimizeResult
+    from scipy.optimize import OptimizeResult  # type: ignore[import-untyped]
 
 _FINEST = 12  # steps in a unit of time at most
 _OUT, _BACK = 3, 4  # after the three kinds of pass
@@ -109,8 +109,9 @@ class _Model:
         slots = {
             kind: np.stack([np.repeat(np.arange(horizon), row.astype(int)) for row in table[kind]]) for kind in Kind
         }
-        sizes = {"devices": problem.devices, "microbatches": problem.microbatches}
-        schedule = from_slots("synthesized", self.placement, slots, **sizes)
+        schedule = from_slots(
+            "synthesized", self.placement, slots, devices=problem.devices, microbatches=problem.microbatches
+        )
         if problem.link is None:
             return simulate(schedule, problem.costs)
         start = schedule.passes["slot"] / self.steps
@@ -266,7 +267,7 @@ class _Rows:
 
     def matrix(self, variables: int) -> tuple[object, np.ndarray, np.ndarray]:
         """SciPy's sparse matrix [rows, variables], and the two sides."""
-        from scipy.sparse import csr_array
+        from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
         bounds = np.concatenate([[0], np.cumsum(self.sizes)])
         data = (np.concatenate(self.values), np.concatenate(self.columns), bounds)
