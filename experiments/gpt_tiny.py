@@ -38,6 +38,8 @@ class ModelConfig:
     """Attention heads; they divide the width."""
     dropout: float = 0.0
     """Dropout rate."""
+    init_std: float = 0.06
+    """Standard deviation of initial weights; more than GPT-2's 0.02, which is for wider models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class DataConfig:
     """Which of its files."""
     batch_size: int = 32
     """Windows in a batch."""
-    length: int = 128
+    length: int = 64
     """Bytes in a window."""
 
 
@@ -76,13 +78,13 @@ class Config:
 
     out: pathlib.Path = pathlib.Path("runs/gpt_tiny")
     """Folder for metrics, checkpoints, the schedule's picture and the tokens."""
-    steps: int = 200
+    steps: int = 300
     """Optimizer steps."""
     seed: int = 0
     """Of parameters, dropout, data order and the sample."""
     resume: bool = False
     """Go on from the newest checkpoint in `out`, as if the run had never stopped."""
-    checkpoint_every: int = 50
+    checkpoint_every: int = 100
     """Steps between checkpoints."""
     sample_tokens: int = 200
     """Bytes of text to write at the end; 0 for none."""
