@@ -10,6 +10,8 @@ from pipejax.schedules.greedy import greedy
 from pipejax.schedules.schedule import Schedule, check_chunks, check_size, wave
 from pipejax.schedules.simulate import simulate
 
+_SMALL = 10_000  # forwards
+
 
 @dataclasses.dataclass(frozen=True)
 class Wave:
@@ -33,7 +35,9 @@ class Wave:
         check_size("wave", devices, microbatches)
         refuse_transfer_ticks("wave", transfer_ticks)
         placement = wave(devices, self.chunks)
-        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest.
+        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest. For
+        # large schedules, where trying takes long, waves with the F nearest to the loss have done best or nearly so.
+        small = devices * self.chunks * microbatches <= _SMALL
         candidates = [
             greedy(
                 "wave",
@@ -46,7 +50,7 @@ class Wave:
                 deep_first=deep_first,
                 group=group,
             )
-            for group in (devices, None)
-            for deep_first in (True, False)
+            for group in ((devices, None) if small else (devices,))
+            for deep_first in ((True, False) if small else (True,))
         ]
         return min(candidates, key=lambda schedule: simulate(schedule, self.costs).makespan)
