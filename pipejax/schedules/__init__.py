@@ -2,6 +2,7 @@
 
 from pipejax.schedules.check import ScheduleError as ScheduleError
 from pipejax.schedules.check import check as check
+from pipejax.schedules.check_timeline import check_timeline as check_timeline
 from pipejax.schedules.costs import Costs as Costs
 from pipejax.schedules.dualpipe_v import DualPipeV as DualPipeV
 from pipejax.schedules.gis import GIS as GIS
@@ -14,6 +15,7 @@ from pipejax.schedules.names import by_name as by_name
 from pipejax.schedules.po import PO as PO
 from pipejax.schedules.po import POF as POF
 from pipejax.schedules.po import POH as POH
+from pipejax.schedules.replay import replay as replay
 from pipejax.schedules.schedule import Kind as Kind
 from pipejax.schedules.schedule import Placement as Placement
 from pipejax.schedules.schedule import Schedule as Schedule
@@ -27,6 +29,7 @@ from pipejax.schedules.staggered import StaggeredOneFOneB as StaggeredOneFOneB
 from pipejax.schedules.timeline import Timeline as Timeline
 from pipejax.schedules.transfers import Link as Link
 from pipejax.schedules.transfers import plan as plan
+from pipejax.schedules.transfers import plan_whole_ticks as plan_whole_ticks
 from pipejax.schedules.v_family import ZBV as ZBV
 from pipejax.schedules.v_family import VHalf as VHalf
 from pipejax.schedules.v_family import VMin as VMin

@@ -72,6 +72,9 @@ class _State:
         self.time = [[times[kind] * scale[s] for s in range(self.stages)] for kind in range(3)]
         self.start = {kind: np.zeros((self.stages, microbatches)) for kind in self.kinds}
         self.stop: list[list[list[float]]] = [[[] for _ in range(self.stages)] for _ in range(3)]
+        # When the next pass of each kind and stage has what it needs.
+        self.ready = [[np.inf] * self.stages for _ in Kind]
+        self.ready[Kind.F][0] = 0.0
         self.free = [0.0] * devices
         self.held = [0] * devices
         self.room = []  # how many activations may be there before an F of this stage
@@ -100,7 +103,7 @@ class _State:
             able = [
                 (kind, stage)
                 for kind, stage in self.candidates[device]
-                if self._ready(kind, stage) <= now and (kind != Kind.F or self.held[device] < self.room[stage])
+                if self.ready[kind][stage] <= now and (kind != Kind.F or self.held[device] < self.room[stage])
             ]
             if not able:
                 continue
@@ -110,6 +113,7 @@ class _State:
             self.start[kind][stage, len(self.stop[kind][stage])] = now
             self.stop[kind][stage].append(stop)
             self.free[device] = stop
+            self._update(kind, stage)
             if kind == Kind.F:
                 self.held[device] += 1
             if kind == self.last_kind:
@@ -118,6 +122,16 @@ class _State:
             for neighbour in (stage + 1, stage - 1):
                 if 0 <= neighbour < self.stages and self.device[neighbour] != device:
                     heapq.heappush(events, (stop + self.costs.send, self.device[neighbour]))
+
+    def _update(self, kind: Kind, stage: int) -> None:
+        """What a pass that was just placed changes: the next of its own, and what waited for it."""
+        self.ready[kind][stage] = self._ready(kind, stage)
+        step = 1 if kind == Kind.F else -1
+        if kind != Kind.W and 0 <= stage + step < self.stages:
+            self.ready[kind][stage + step] = self._ready(kind, stage + step)
+        if (kind == Kind.F and stage == self.stages - 1) or kind == Kind.B:
+            after = Kind.B if kind == Kind.F else Kind.W
+            self.ready[after][stage] = self._ready(after, stage)
 
     def _ready(self, kind: Kind, stage: int) -> float:
         """When the next pass of a kind has what it needs; infinity while that is unknown."""

@@ -35,8 +35,8 @@ class Wave:
         check_size("wave", devices, microbatches)
         refuse_transfer_ticks("wave", transfer_ticks)
         placement = wave(devices, self.chunks)
-        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest. For
-        # large schedules, where trying takes long, waves with the F nearest to the loss have done best or nearly so.
+        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest. Large
+        # schedules, where trying takes long, are built one way only, with up to a fifth more bubble than the best way.
         small = devices * self.chunks * microbatches <= _SMALL
         candidates = [
             greedy(
