@@ -45,6 +45,8 @@ def as_part(module: Any, role: str) -> Part:
         return module
     if isinstance(module, linen.Module):
         return Part(init=functools.partial(_linen_init, module, role), apply=functools.partial(_linen_apply, module))
+    if isinstance(module, type) and issubclass(module, linen.Module):
+        raise ValueError(f"{role}: {module.__name__} is a linen class; pass an instance of it.")
     if isinstance(module, nnx.Module) or not callable(module):
         raise ValueError(
             f"{role}: pass a linen module, a pj.Part of functions, or a callable that takes `rngs` and makes an nnx "
@@ -80,23 +82,28 @@ def _deterministic(module: linen.Module, method: str | None, value: bool) -> dic
 def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
     def make(key: jax.Array) -> nnx.Module:
         params, dropout = jax.random.split(key)
-        return factory(rngs=nnx.Rngs(params=params, dropout=dropout))
+        # The first is for streams of any other name, which nnx gives to whoever asks.
+        return factory(rngs=nnx.Rngs(jax.random.fold_in(key, 2), params=params, dropout=dropout))
 
     try:
         abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
     except TypeError as error:
-        if "rngs" not in str(error):
+        if "unexpected keyword argument 'rngs'" not in str(error):
             raise
         raise ValueError(
             f"{role}: {factory!r} does not take the keyword `rngs`; wrap it, as in "
             "functools.partial(Block, config), so that pipejax can call it with rngs=nnx.Rngs(...)."
         ) from error
+    if not isinstance(abstract, nnx.Module):
+        raise ValueError(f"{role}: {factory!r} must return an nnx.Module when called with `rngs`.")
     graph, *states = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
     params, streams, rest = states
-    if jax.tree.leaves(rest):
+    extra = sorted({".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)} | _arrays_made(abstract))
+    if extra:
         raise ValueError(
-            f"{role}: {type(abstract).__name__} keeps state besides its parameters ({rest}); a pipelined part must be "
-            "a function of parameters and inputs, so take that state out (LayerNorm in place of BatchNorm, say)."
+            f"{role}: {type(abstract).__name__} keeps state besides its parameters ({', '.join(extra)}); a pipelined "
+            "part must be a function of parameters and inputs, so take that state out (LayerNorm in place of "
+            "BatchNorm, a constant computed in __call__)."
         )
 
     def init(key: jax.Array, *inputs: Any) -> Tree:
@@ -110,6 +117,16 @@ def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
         return (getattr(module, method) if method else module)(*inputs)
 
     return Part(init=init, apply=apply)
+
+
+def _arrays_made(module: nnx.Module) -> set[str]:
+    """Names of plain attributes that hold arrays made while tracing, which nnx takes for static values."""
+    return {
+        ".".join(map(str, (*path, name)))
+        for path, node in nnx.iter_modules(module)
+        for name, value in vars(node).items()
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+    }
 
 
 def _filled(abstract: Any, values: Tree) -> Any:

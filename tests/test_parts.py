@@ -103,9 +103,17 @@ class LinenBatchNorm(linen.Module):
         return linen.BatchNorm(use_running_average=False)(x)
 
 
-def test_state_besides_parameters_is_refused():
-    with pytest.raises(ValueError, match="block: NnxBatchNorm keeps state besides its parameters"):
-        pj.as_part(NnxBatchNorm, "block")
+class NnxConstant(nnx.Module):
+    def __init__(self, *, rngs):
+        self.table = jnp.arange(3.0)  # nnx takes it for a static value: as_part's trace would leak into apply
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
+
+
+def test_state_besides_parameters_is_refused_in_one_sentence():
+    for block, names in ((NnxBatchNorm, r"norm\.mean, norm\.var"), (NnxConstant, "table")):
+        sentence = rf"^block: {block.__name__} keeps state besides its parameters \({names}\); [^\n]*\.$"
+        with pytest.raises(ValueError, match=sentence):
+            pj.as_part(block, "block")
     with pytest.raises(ValueError, match="block: LinenBatchNorm keeps batch_stats besides its parameters"):
         pj.as_part(LinenBatchNorm(), "block").init(jax.random.key(0), X, {})
 
@@ -115,5 +123,66 @@ def test_what_is_no_module_is_refused():
         pj.as_part(3, "head")
     with pytest.raises(ValueError, match=r"not NnxBlock"):
         pj.as_part(NnxBlock(rngs=nnx.Rngs(0)), "block")
+    with pytest.raises(ValueError, match="block: LinenBlock is a linen class; pass an instance"):
+        pj.as_part(LinenBlock, "block")
     with pytest.raises(ValueError, match="does not take the keyword `rngs`"):
         pj.as_part(lambda: None, "block")
+    with pytest.raises(ValueError, match=r"must return an nnx\.Module"):
+        pj.as_part(lambda rngs: 3, "block")
+
+
+def test_a_factorys_own_mistakes_are_its_own():
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'rngs'"):
+        pj.as_part(lambda rngs: nnx.Linear(3, 3), "block")
+
+
+class NnxOddities(nnx.Module):
+    """One layer under two names, an integer parameter, a random stream of its own."""
+
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(HIDDEN, HIDDEN, rngs=rngs)
+        self.second = self.first
+        self.count = nnx.Param(jnp.arange(3))
+        self.rngs = rngs
+
+    def __call__(self, x, batch):
+        return self.second(self.first(x)) + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+def test_shared_layers_integers_and_streams_of_any_name():
+    part = pj.as_part(NnxOddities, "block")
+    params = part.init(jax.random.key(0))
+    assert jax.tree.map(lambda leaf: leaf.dtype.name, params) == {
+        "first": {"bias": "float32", "kernel": "float32"},
+        "count": "int32",
+    }
+    noisy = [part.apply(params, jax.random.key(seed), X, {}) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(noisy[0], noisy[1])
+    assert not np.allclose(noisy[0], noisy[2])
+
+
+def test_nothing_is_allocated_to_know_a_module():
+    class Huge(nnx.Module):
+        def __init__(self, *, rngs):
+            self.table = nnx.Param(jnp.zeros((2**20, 2**20)))
+
+    shapes = jax.eval_shape(pj.as_part(Huge, "embed").init, jax.random.key(0))
+    assert shapes["table"].shape == (2**20, 2**20)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_parts_stand_under_any_transformation_and_leak_nothing(block):
+    """As the pipeline uses them: vmap over layers to make, scan, checkpoint, gradient and jit to run."""
+    part = pj.as_part(block, "block")
+
+    def loss(params, key):
+        def layer(x, item):
+            params, key = item
+            return jax.checkpoint(lambda p, x: part.apply(p, key, x, {}))(params, x), None
+
+        return jnp.sum(jax.lax.scan(layer, X, (params, jax.random.split(key, 3)))[0])
+
+    with jax.checking_leaks():
+        params = jax.jit(jax.vmap(lambda key: part.init(key, X, {})))(jax.random.split(jax.random.key(0), 3))
+        grads = jax.jit(jax.grad(loss))(params, jax.random.key(1))
+    assert all(leaf.shape[0] == 3 and np.any(leaf) for leaf in jax.tree.leaves(grads))

@@ -15,6 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 _BLOCK = 128  # the longest tile of queries or keys that one thread block takes
+_TILE_BYTES = 32 * 1024  # what one such tile may take: queries and two stages of keys and values share 160 KiB
 
 
 def _kernel() -> Any:
@@ -32,20 +33,22 @@ def fused_attention(
     """Attention by a fused kernel that never stores the scores.
 
     Args:
-      query, key, value: [batch, length, heads, head_dim], one dtype; the length is a power of two or a multiple of 128.
+      query, key, value: [batch, length, heads, head_dim], one dtype; the length is a multiple of 16.
       segment_ids: int32 [batch, length], or None; tokens attend within their segment.
       causal: whether a token attends only to those before it.
       interpret: runs the kernel in Pallas' interpreter, on any device.
 
     Returns:
       [batch, length, heads, head_dim], in the dtype of query.
+
+    Raises:
+      ValueError: 16 does not divide the length.
     """
     return _forward(query, key, value, segment_ids, causal, interpret)[0]
 
 
 def _options(query: jax.Array, causal: bool, interpret: bool) -> dict[str, Any]:
-    block = min(_BLOCK, query.shape[1])
-    backward = min(32, block)
+    block, backward = _blocks(query)
     sizes = _kernel().BlockSizes(
         block_q=block,
         block_k=block,
@@ -65,6 +68,19 @@ def _options(query: jax.Array, causal: bool, interpret: bool) -> dict[str, Any]:
         "interpret": interpret,
         "debug": False,
     }
+
+
+def _blocks(query: jax.Array) -> tuple[int, int]:
+    """Tokens in a tile of the forward and of the backward kernel: powers of two that divide the length."""
+    _, length, _, head_dim = query.shape
+    if length % 16:
+        raise ValueError(
+            f"fused attention takes lengths that 16 divides, not {length}; pad the sequences, or set attention='xla'."
+        )
+    width = 1 << (head_dim - 1).bit_length()  # the kernel pads a head to a power of two
+    fits = max(16, _TILE_BYTES // (width * query.dtype.itemsize))
+    block = math.gcd(length, min(_BLOCK, fits))
+    return block, min(32, block)
 
 
 def _forward(

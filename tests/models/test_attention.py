@@ -37,6 +37,32 @@ def test_the_fused_kernel_computes_what_xla_does(segments):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("length", "dim", "dtype", "tolerance"), [(48, 24, jnp.float32, 2e-6), (32, 16, jnp.bfloat16, 2e-2)]
+)
+def test_grouped_heads_through_the_fused_kernel(monkeypatch, length, dim, dtype, tolerance):
+    """Lengths and widths that are no powers of two, too; both against XLA's attention in float32."""
+    kernel = fused_attention.fused_attention
+    monkeypatch.setattr(attention, "fused_attention", lambda *a: kernel(*a[:-1], True))
+    inputs = arrays(kv_heads=2, length=length, dim=dim, dtype=dtype)
+    cotangent = jax.random.normal(jax.random.key(9), (2, length, 4 * dim), dtype)
+
+    def run(implementation, dtype):
+        attend = lambda *a: attention.causal_attention(*a, implementation=implementation)
+        out, vjp = jax.vjp(attend, *(array.astype(dtype) for array in inputs))
+        return out, *vjp(cotangent.astype(dtype))
+
+    for mine, other in zip(run("fused", dtype), run("xla", jnp.float32), strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, dtype)
+        limit = tolerance * float(jnp.max(jnp.abs(other)))
+        np.testing.assert_allclose(mine.astype(jnp.float32), other, rtol=0, atol=limit)
+
+
+def test_lengths_that_the_kernel_cannot_tile_are_refused():
+    with pytest.raises(ValueError, match="fused attention takes lengths that 16 divides, not 40"):
+        fused(*arrays(length=40))
+
+
 def test_a_token_sees_none_behind_it():
     query, key, value = arrays()
     before = xla(query, key, value)

@@ -82,6 +82,23 @@ def test_a_block_keeps_its_named_activations_and_no_more(model, bytes_per_unit):
     assert sum(struct.size * struct.dtype.itemsize for struct in residuals.structs) == bytes_per_unit * 2 * LENGTH * H
 
 
+@pytest.mark.parametrize(("model", "bytes_per_unit"), [("gpt", 2 + 4 + 2 + 2 + 8), ("llama", 2 + 4 + 2 + 2 + 6)])
+def test_the_fused_kernel_adds_its_log_sum_exp_and_no_repeated_heads(model, bytes_per_unit):
+    """Two of four heads of keys and values are kept once, inside qkv, though the kernel repeats them (trap 15)."""
+    _, block, _ = parts(model, dtype=jnp.bfloat16, attention="fused", num_kv_heads=2)
+    x = jax.ShapeDtypeStruct((2, LENGTH, H), jnp.bfloat16)
+
+    def named(params, x, batch, key):
+        return block.apply(params, key, jax.ad_checkpoint.checkpoint_name(x, "block_input"), batch), jnp.float32(0)
+
+    params = jax.eval_shape(block.init, jax.random.key(0))
+    fates = pj.Offload.none().fates(("attn_lse", "attn_out", "block_input", "mlp_up", "qkv", "residual"))
+    structs = analyse(named, fates, params, x, BATCH, None).structs
+    log_sum_exp = 4 * 2 * HEADS * LENGTH
+    held = sum(struct.size * struct.dtype.itemsize for struct in structs)
+    assert held == bytes_per_unit * 2 * LENGTH * H + log_sum_exp
+
+
 def test_dropout_adds_nothing_to_what_a_block_keeps():
     _, block, _ = parts("gpt", dropout=0.5)
     params = block.init(jax.random.key(0))
