@@ -42,7 +42,10 @@ class Cost:
 
 
 def instruction_cost(module: Module, computation: Computation, instruction: Instruction) -> Cost:
-    """The cost of an instruction that runs on the compute stream."""
+    """The cost of an instruction that runs on the compute stream, or of what an asynchronous one there wraps."""
+    if instruction.opcode == "async-start":
+        computation = module.computations[instruction.called[0]]
+        instruction = computation.by_id[computation.root]
     flops: dict[str, float] = {}
     for owner, inner in _with_owners(module, computation, instruction):
         if inner.opcode == "dot":
@@ -104,14 +107,21 @@ def _touched(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _read(body: Computation, parameter: Instruction) -> int:
-    users = body.users.get(parameter.id, ())
-    if users and all(
-        user.opcode in ("dynamic-slice", "dynamic-update-slice", "gather", "slice") and user.operands[0] == parameter.id
-        for user in users
-    ):
+    users = list(_users(body, parameter))
+    sliced = ("dynamic-slice", "dynamic-update-slice", "gather", "slice")
+    if users and all(user.opcode in sliced and is_whole for user, is_whole in users):
         # What is updated in place is not read.
-        return sum(user.shape.bytes for user in users if user.opcode != "dynamic-update-slice")
+        return sum(user.shape.bytes for user, _ in users if user.opcode != "dynamic-update-slice")
     return parameter.shape.bytes
+
+
+def _users(body: Computation, value: Instruction) -> Iterator[tuple[Instruction, bool]]:
+    """What takes a value, seen through bitcasts, and whether as the buffer that is sliced or updated."""
+    for user in body.users.get(value.id, ()):
+        if user.opcode == "bitcast":
+            yield from _users(body, user)
+        else:
+            yield user, user.operands[0] == value.id
 
 
 def _written(body: Computation, result: Instruction) -> int:

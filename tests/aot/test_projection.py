@@ -6,7 +6,7 @@ import pytest
 from programs import SIZE, SLOT_BYTES, TICKS, report, send_around, write_then_read
 
 from pipejax import aot
-from pipejax.aot import hlo, streams
+from pipejax.aot import costs, hlo, streams
 
 pytestmark = pytest.mark.aot
 
@@ -65,6 +65,24 @@ def test_duplex_links_carry_both_ways_at_once():
     assert one.transfer_seconds == two.transfer_seconds == pytest.approx(3.0)
     assert one.hidden_fraction == pytest.approx(0.0)
     assert two.hidden_fraction == pytest.approx(1 / 3)  # what one way takes is hidden behind the other
+
+
+def test_an_update_in_place_costs_its_slice_however_it_is_wrapped():
+    """By hand: a fusion that writes one slot of a ring of 1000, seen through a bitcast, started asynchronously."""
+    ring, slot = hlo.Shape("s8", (1000, 10**6), 0, (), 8), hlo.Shape("s8", (1, 10**6), 0, (), 8)
+    index = hlo.Shape("s32", (), 0, (), 32)
+    shapes = (ring, slot, index)
+    parameters = tuple(instruction(number, "parameter", shape) for number, shape in enumerate(shapes, 1))
+    update = instruction(5, "dynamic-update-slice", ring, 4, 2, 3)
+    fused = hlo.Computation(3, "fused", (*parameters, instruction(4, "bitcast", ring, 1), update), 5)
+    fusion = dataclasses.replace(instruction(4, "fusion", ring, 1, 2, 3), called=(3,))
+    wrapped = hlo.Computation(2, "wrapped", (*parameters, fusion), 4)
+    start = dataclasses.replace(instruction(4, "async-start", ring, 1, 2, 3), called=(2,))
+    main = hlo.Computation(1, "main", (*parameters, start), 4)
+    module = hlo.Module("by hand", {1: main, 2: wrapped, 3: fused}, 1)
+    for computation, part in ((wrapped, fusion), (main, start)):
+        cost = costs.instruction_cost(module, computation, part)
+        assert cost.bytes == pytest.approx(2 * 10**6, abs=100)  # the slot is read and written
 
 
 def instruction(identifier, opcode, shape, *operands):
