@@ -87,3 +87,15 @@ def test_what_cannot_be_is_said_in_a_sentence():
     odd = Problem(devices=2, chunks=1, microbatches=2, memory_limit=2, costs=Costs(1, 1.234567, 1))
     with pytest.raises(ValueError, match="multiples of a common step"):
         prove(odd, synthesize(odd, seconds=0.1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 6])
+def test_the_solver_confirms_every_small_size_of_one_chunk(devices, microbatches):
+    for limit in range(1, devices + 1):
+        problem = Problem(devices=devices, chunks=1, microbatches=microbatches, memory_limit=limit)
+        answer = search(problem)
+        proved = prove(problem, answer, seconds=60)
+        assert proved.optimal
+        assert answer.timeline.makespan == proved.timeline.makespan
