@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipejax import aot, data, jaxprs, models, plain, schedules, train
+    from pipejax.aot.flags import xla_flags
     from pipejax.mesh import make_mesh
     from pipejax.offload import Offload
     from pipejax.parts import Part, as_part
@@ -28,6 +29,7 @@ __all__ = [
     "plain",
     "schedules",
     "train",
+    "xla_flags",
 ]
 
 _WHERE = {
@@ -36,6 +38,7 @@ _WHERE = {
     "Pipeline": "pipeline",
     "as_part": "parts",
     "make_mesh": "mesh",
+    "xla_flags": "aot.flags",
 }
 
 
