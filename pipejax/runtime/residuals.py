@@ -61,7 +61,7 @@ def analyse(block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: An
     before, after = len(jax.tree.leaves(params)), len(jax.tree.leaves((batch, key)))
     dependent = jaxprs.depends(closed.jaxpr, [False] * before + [True] + [False] * after)
     leaves = tuple(index for index, flag in enumerate(dependent) if flag)
-    avals = [closed.jaxpr.outvars[index].aval for index in leaves]
+    avals: list[Any] = [closed.jaxpr.outvars[index].aval for index in leaves]
     return Residuals(
         leaves=leaves,
         structs=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
