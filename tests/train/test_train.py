@@ -1,5 +1,6 @@
 """Training: the optimizer's mask, checkpoints across layouts, metrics, sampling."""
 
+import gc
 import json
 import shutil
 
@@ -92,8 +93,17 @@ def test_resuming_in_the_same_layout_is_exact(tmp_path):
     assert losses == expected
 
 
-# A failed read leaves work behind in orbax's own event loop, which closes before that work notices.
-after_a_failed_read = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.fixture
+def swept():
+    """Whatever a test left for the garbage collector is gone before the next test."""
+    yield
+    gc.collect()
+
+
+def after_a_failed_read(test):
+    """A failed read leaves work behind in orbax's own event loop, which closes before that work notices."""
+    quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    return pytest.mark.usefixtures("swept")(quiet(test))
 
 
 @after_a_failed_read
