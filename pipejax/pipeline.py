@@ -262,8 +262,7 @@ class Pipeline:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise ValueError(
                     f"Pipeline: the parameter {jax.tree_util.keystr(path, simple=True, separator='.')} is "
-                    f"{leaf.dtype}; parameters are floating-point, so make it a constant of the module or a leaf of "
-                    "the batch."
+                    f"{leaf.dtype}; parameters are floating-point, so compute it in the call or pass it in the batch."
                 )
         y, aux = jax.eval_shape(self._block, layer, x, batch, None)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
