@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 import sysconfig
-from typing import Literal
+from typing import Literal, NoReturn
 
 import tyro
 
@@ -204,17 +205,25 @@ def go(config: Config, run: Run) -> None:
     )
 
 
+def give_up(error: Exception) -> NoReturn:
+    """Ends the process with one sentence."""
+    sys.stdout.flush()
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    # At once: after a failed read of a checkpoint, orbax's other reads would each print a traceback on the way out.
+    os._exit(1)
+
+
 def main() -> None:
     """Reads the flags and runs; a mistake in them ends with one sentence."""
     config = tyro.cli(Config, description=__doc__)
     try:
         run = set_up(config)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        give_up(error)
     try:
         go(config, run)
     except train.TrainingError as error:
-        sys.exit(f"error: {error}")
+        give_up(error)
 
 
 if __name__ == "__main__":

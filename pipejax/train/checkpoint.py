@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pathlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,9 +101,14 @@ class Checkpoints:
         return self._from_layers(layered)
 
     def _read(self, step: int, item: str, how: Any) -> Any:
+        complain = sys.unraisablehook
+        sys.unraisablehook = functools.partial(_complain_but_of_reads, complain)
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+            restored = self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+            sys.unraisablehook = complain
+            return restored
         except Exception as error:
+            # The hook stays: reads that were in flight go on failing.
             # The first sentence: what follows is TensorStore's whole specification of the array.
             reason = str(error).strip(" \n'\"").split("\n")[0].split(". ")[0] or type(error).__name__
             raise self._damaged(step, reason) from error
@@ -126,6 +134,12 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for saves and lets go of the folder."""
         self._manager.close()
+
+
+def _complain_but_of_reads(complain: Callable[[Any], Any], what: Any) -> None:
+    """Python's hook for errors nobody can catch, less those of reads that outlive a failed one's event loop."""
+    if not (isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"):
+        complain(what)
 
 
 def _checksums(tree: Any) -> jax.Array:
