@@ -24,10 +24,16 @@ class Part:
       init: (key, *inputs) -> parameters, nested dicts with string keys. Inputs may be `jax.ShapeDtypeStruct`s.
       apply: (parameters, key, *inputs) -> outputs. The key is None in evaluation, else it seeds dropout. Parts made
         from Flax modules also take `method`, the name of the module's method to call instead of the module.
+      split: dot paths of parameters that are cut along their first axis over the pipeline's devices, such as tables by
+        vocabulary. `apply` then takes the keyword `axis`: None for whole parameters; or the name of the mesh axis, on
+        every device of which it runs at once, with that device's rows of each such parameter (rows of zeros fill up
+        the last shares) and otherwise equal arguments, and returns the same whole result on all. Flax modules say it by
+        a class attribute `split_parameters`, and take `axis` in their call.
     """
 
     init: Callable[..., Tree]
     apply: Callable[..., Any]
+    split: tuple[str, ...] = ()
 
 
 def as_part(module: Any, role: str) -> Part:
@@ -44,7 +50,11 @@ def as_part(module: Any, role: str) -> Part:
     if isinstance(module, Part):
         return module
     if isinstance(module, linen.Module):
-        return Part(init=functools.partial(_linen_init, module, role), apply=functools.partial(_linen_apply, module))
+        return Part(
+            init=functools.partial(_linen_init, module, role),
+            apply=functools.partial(_linen_apply, module),
+            split=_split(module),
+        )
     if isinstance(module, type) and issubclass(module, linen.Module):
         raise ValueError(f"{role}: {module.__name__} is a linen class; pass an instance of it.")
     if isinstance(module, nnx.Module) or not callable(module):
@@ -68,10 +78,16 @@ def _linen_init(module: linen.Module, role: str, key: jax.Array, *inputs: Any) -
     return linen.meta.unbox(variables.get("params", {}))
 
 
-def _linen_apply(module: linen.Module, params: Tree, key: Any, *inputs: Any, method: str | None = None) -> Any:
+def _split(module: Any) -> tuple[str, ...]:
+    return tuple(getattr(module, "split_parameters", ()))
+
+
+def _linen_apply(
+    module: linen.Module, params: Tree, key: Any, *inputs: Any, method: str | None = None, **axis: str | None
+) -> Any:
     rngs = None if key is None else {"dropout": key}
     extra = _deterministic(module, method, key is None)
-    return module.apply({"params": params}, *inputs, rngs=rngs, method=method, **extra)
+    return module.apply({"params": params}, *inputs, rngs=rngs, method=method, **extra, **axis)  # type: ignore[arg-type]
 
 
 def _deterministic(module: linen.Module, method: str | None, value: bool) -> dict[str, bool]:
@@ -110,13 +126,13 @@ def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
         del inputs  # an nnx module knows its shapes
         return _to_strings(nnx.to_pure_dict(nnx.state(make(key), nnx.Param)))
 
-    def apply(values: Tree, key: Any, *inputs: Any, method: str | None = None) -> Any:
+    def apply(values: Tree, key: Any, *inputs: Any, method: str | None = None, **axis: str | None) -> Any:
         state = _filled(params, _from_strings(nnx.to_pure_dict(params), values))
         module = nnx.merge(graph, state, _filled(streams, _seed(nnx.to_pure_dict(streams), key)))
         (module.eval if key is None else module.train)()
-        return (getattr(module, method) if method else module)(*inputs)
+        return (getattr(module, method) if method else module)(*inputs, **axis)
 
-    return Part(init=init, apply=apply)
+    return Part(init=init, apply=apply, split=_split(abstract))
 
 
 def _arrays_made(module: nnx.Module) -> set[str]:

@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipejax import layout as layouts
 from pipejax import program as programs
 from pipejax.offload import BLOCK_INPUT, Offload, activation_names
-from pipejax.parts import as_part
-from pipejax.runtime.execute import AXIS, Executor
-from pipejax.runtime.step import Functions
+from pipejax.parts import Part, as_part
+from pipejax.runtime.ends import AXIS, Functions
+from pipejax.runtime.execute import Executor
 from pipejax.schedules import Schedule, ScheduleSpec, check
 from pipejax.tied import Ties
+from pipejax.vocabulary import Cuts
 
 _EMBED, _HEAD, _LAYERS = range(3)  # what the init key is folded with
 
@@ -38,7 +39,8 @@ class Pipeline:
 
     Parameters are {"embed", "layers", "head"}. Leaves of "layers" are [pipe, chunks, layers_per_chunk, ...], sharded
     over `pipe`; where the stages do not divide the layers, fillers are zeros that stay zero. Leaves of the other two
-    rest in shards over `pipe` along the first axis that it divides, and are gathered for a step.
+    rest in shards over `pipe` along the first axis that it divides, and are gathered for a step; those that a part
+    declares in `split` (the tables of the models in `pipejax.models`) are used as they rest, by all devices at once.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class Pipeline:
         self.mesh, self.offload, self.num_microbatches = mesh, offload, num_microbatches
         self.num_layers = num_layers
         self.ties = Ties.parse(tied or {})
+        self.cuts = Cuts.of(self.embed, self.head, devices=mesh.shape[AXIS])
         size = {"devices": mesh.shape[AXIS], "microbatches": num_microbatches}
-        self.plan: Schedule = schedule.build(**size)
-        programs.check_form(self.plan)
-        if offload.moves:
-            self.plan = schedule.build(**size, transfer_ticks=programs.TRANSFER_TICKS)
+        programs.check_form(schedule.build(**size))
+        self.plan: Schedule = schedule.build(**size, transfer_ticks=programs.TRANSFER_TICKS)
         check(self.plan)
-        self.program = programs.build(self.plan, offload=offload.moves)
-        self._forward_program = programs.build_forward(self.plan)
         self.layout = layouts.spread(num_layers=num_layers, placement=self.plan.placement)
+        self.program = programs.build(self.plan, offload=offload.moves, layers=self.layout.layers_per_chunk)
+        self._forward_program = programs.build_forward(self.plan)
         self._ring_fill = ring_fill
         self._structs: Any = None
+        self._whole: Any = None
         self._described: Any = None
         self._value_and_grad = jax.jit(self._traced_value_and_grad)
         self._loss = jax.jit(self._traced_loss)
@@ -117,7 +119,8 @@ class Pipeline:
           {"embed", "layers", "head"}.
         """
         self.describe(batch)
-        return jax.jit(functools.partial(self._init, batch=self._microbatch(batch)), out_shardings=self.shardings)(key)
+        microbatch = self._microbatch(batch)
+        return jax.jit(lambda key: self.cuts.pad(self._init(key, batch=microbatch)), out_shardings=self.shardings)(key)
 
     def value_and_grad(self, params: Any, batch: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """The loss and its gradients.
@@ -140,12 +143,16 @@ class Pipeline:
         return self._loss(params, batch)
 
     def to_layers(self, params: Any) -> Any:
-        """Parameters, or any tree of their structure, with "layers" leaves [num_layers, ...] in model order."""
-        return {**params, "layers": jax.tree.map(self.layout.to_layers, params["layers"])}
+        """Parameters, or any tree of their structure, whole: "layers" leaves are [num_layers, ...] in model order.
+
+        Known once `init` or `describe` has seen a batch.
+        """
+        layered = {**params, "layers": jax.tree.map(self.layout.to_layers, params["layers"])}
+        return self.cuts.strip(layered, self._known(self._whole))
 
     def from_layers(self, params: Any) -> Any:
         """The inverse of `to_layers`, whatever layout the tree came from; put the result under `shardings`."""
-        return {**params, "layers": jax.tree.map(self.layout.from_layers, params["layers"])}
+        return self.cuts.pad({**params, "layers": jax.tree.map(self.layout.from_layers, params["layers"])})
 
     @property
     def shardings(self) -> Any:
@@ -155,9 +162,12 @@ class Pipeline:
     @property
     def structs(self) -> Any:
         """A tree of `jax.ShapeDtypeStruct` for the parameters; known once `init` or `describe` has seen a batch."""
-        if self._structs is None:
+        return self._known(self._structs)
+
+    def _known(self, structs: Any) -> Any:
+        if structs is None:
             raise RuntimeError("Pipeline: call init(key, batch) or describe(batch) first; shapes follow from a batch.")
-        return self._structs
+        return structs
 
     def describe(self, batch: Any) -> None:
         """Works out all shapes from a batch, without computing anything, and checks that the parts fit together.
@@ -168,19 +178,25 @@ class Pipeline:
         microbatch = self._microbatch(batch)
         if self._structs is not None and self._described == _signature(microbatch):
             return
-        structs = jax.eval_shape(functools.partial(self._init, batch=microbatch, mapped=False), jax.random.key(0))
-        x = jax.eval_shape(self._embed, structs["embed"], microbatch, None)
-        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[3:], leaf.dtype), structs["layers"])
-        self._check_parts(structs, layer, x, microbatch)
-        self._structs, self._described = structs, _signature(microbatch)
+        whole = jax.eval_shape(functools.partial(self._init, batch=microbatch, mapped=False), jax.random.key(0))
+        x = jax.eval_shape(self._embed, whole["embed"], microbatch, None)
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[3:], leaf.dtype), whole["layers"])
+        self._check_parts(whole, layer, x, microbatch)
+        self._whole, self._structs = whole, jax.eval_shape(self.cuts.pad, whole)
+        self._described = _signature(microbatch)
         self.fates = self.offload.fates(activation_names(self._block, layer, x, microbatch, None))
 
     def executor(self) -> Executor:
         """The runtime for this pipeline; `describe` must have seen a batch."""
+        functions = Functions(
+            embed=functools.partial(self._embed, **_over_devices(self.embed)),
+            head=functools.partial(self._head, **_over_devices(self.head)),
+            cut=self.cuts.mask(self.ties.join(self.structs)),
+        )
         return Executor(
             mesh=self.mesh,
             layout=self.layout,
-            functions=Functions(embed=self._embed, head=self._head),
+            functions=functions,
             block=self._block,
             fates=self.fates,
             specs=self.ties.join(self._specs()),
@@ -200,15 +216,15 @@ class Pipeline:
     def _traced_loss(self, params: Any, batch: Any) -> jax.Array:
         return self.executor().loss(self._forward_program, self.ties.join(params), self.split_batch(batch))
 
-    def _embed(self, params: Any, batch: Any, key: Any) -> jax.Array:
-        return self.embed.apply(params, key, batch)
+    def _embed(self, params: Any, batch: Any, key: Any, **axis: Any) -> jax.Array:
+        return self.embed.apply(params, key, batch, **axis)
 
     def _block(self, params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
         out = self.block.apply(params, key, checkpoint_name(x, BLOCK_INPUT), batch)
         return out if isinstance(out, tuple) else (out, jnp.float32(0))
 
-    def _head(self, params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
-        loss, weight = self.head.apply(params, key, x, batch)
+    def _head(self, params: Any, x: jax.Array, batch: Any, key: Any, **axis: Any) -> tuple[jax.Array, jax.Array]:
+        loss, weight = self.head.apply(params, key, x, batch, **axis)
         return loss.astype(jnp.float32), jnp.asarray(weight, jnp.float32)
 
     def _init(self, key: jax.Array, *, batch: Any, mapped: bool = True) -> Any:
@@ -228,14 +244,17 @@ class Pipeline:
             layers = jax.shard_map(layers, mesh=self.mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
         params = {"embed": embed, "layers": layers(jax.random.fold_in(key, _LAYERS), self.layout.layer), "head": head}
         self.ties.check(params)
+        self.cuts.check(params, self.ties)
         return self.ties.strip(params)
 
     def _specs(self) -> Any:
         pipe = self.mesh.shape[AXIS]
-        rest = {
-            part: jax.tree.map(lambda leaf: layouts.rest_spec(leaf.shape, pipe), self.structs[part])
-            for part in ("embed", "head")
-        }
+        cut = self.cuts.mask(self.structs)
+
+        def spec(leaf: Any, cut: bool) -> PartitionSpec:
+            return PartitionSpec(AXIS) if cut else layouts.rest_spec(leaf.shape, pipe)
+
+        rest = {part: jax.tree.map(spec, self.structs[part], cut[part]) for part in ("embed", "head")}
         return {**rest, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), self.structs["layers"])}
 
     def _microbatch(self, batch: Any) -> Any:
@@ -277,6 +296,10 @@ class Pipeline:
                 f"Pipeline: losses and weights are scalars, sums over a microbatch; the auxiliary loss has shape "
                 f"{aux.shape}, the head's loss {loss.shape}, its weight {weight.shape}."
             )
+
+
+def _over_devices(part: Part) -> dict[str, Any]:
+    return {"axis": AXIS} if part.split else {}
 
 
 def _blank(leaf: jax.Array, index: jax.Array) -> jax.Array:

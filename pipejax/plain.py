@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pipejax.pipeline import Pipeline
+from pipejax.runtime.ends import EMBED_KEY, HEAD_KEY
 from pipejax.runtime.execute import fold_key
-from pipejax.runtime.step import EMBED_KEY, HEAD_KEY
 
 
 def hidden(pipe: Pipeline, params: Any, batch: Any, key: jax.Array | None = None, microbatch: Any = 0) -> Any:

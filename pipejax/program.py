@@ -1,19 +1,22 @@
 """From a schedule to the integer tables that the runtime scans over: slots, phases, transfers. NumPy only.
 
-A tick of a device runs, in this order:
+A tick of a device runs F of one chunk and B of another, layer by layer: the first layer of F beside the last of B, and
+so on. F's input is taken from an arrival slot (or embedded), B's cotangent from another. For each pair of layers, in
+this order:
 
-  1. F:     its input is taken from an arrival slot (or embedded), its residuals are stored in a slot;
-            on the last stage the head turns F's output into a cotangent, stored in a backward arrival slot;
-  2. write: F's residuals go to the host ring;
-  3. B:     cotangent and residuals are taken from their slots;
-  4. read:  the residuals of the next tick's B come from the host ring;
-  5. receive: what the neighbours sent in this tick is stored in arrival slots.
+  1. F:     its residuals are stored in a slot of the device's ring,
+  2. write: or go to a slot of the host ring;
+  3. B:     its residuals are taken from their slot, or were read ahead;
+  4. read:  the residuals of B's next layer, or of the next tick's B, come from the host ring.
 
-(2) and (4) only where activations are offloaded. The write runs beside F's last matrix product and B for the chunk's
-input, the read beside B for its weights; so neither needs a staging copy. In a phase without B nothing would cover the
-write, so there a tick begins with the write of what the F of the tick before left, which runs beside this tick's F.
-Every slot is given by liveness, per device; where a device has nothing to do its garbage goes to a slot that holds
-nothing at that time.
+Then what the neighbours sent is stored in arrival slots, and on the last stage the head turns F's output into a
+cotangent, stored in a backward arrival slot for a later tick's B.
+
+(2) and (4) only where activations are offloaded. The write runs beside F's last matrix product and B for the layer's
+input, the read beside B for its weights; so neither needs a staging copy, and no more than a layer's residuals are ever
+on the way. In a phase without B nothing would cover the write, so there a layer begins with the write of what the F of
+the layer before left, which runs beside this layer's F. Every slot is given by liveness, per device; where a device has
+nothing to do its garbage goes to a slot that holds nothing at that time.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 from pipejax.schedules.schedule import IntArray, Kind, Schedule
 
 # The moments of a tick at which slots are touched, in the order of the list above.
-_EARLY_WRITE, _FORWARD, _HEAD, _WRITE, _BACKWARD, _READ, _RECEIVE, _MOMENTS = range(8)
+_EARLY_WRITE, _FORWARD, _WRITE, _BACKWARD, _READ, _HEAD, _RECEIVE, _MOMENTS = range(8)
 
 COLUMNS = (
     "f_valid",  # 1 where the device runs an F
@@ -46,13 +49,19 @@ COLUMNS = (
     "b_source",
     "b_load",
     "b_receive",
-    "host_early",  # in a phase without B, and for a flush: host ring slot for the residuals of the last tick's F
-    "host_write",  # in a phase with F and B: host ring slot for the residuals of this tick's F
+    "host_write",  # host ring slot for the residuals of this tick's F
     "host_read",  # host ring slot of the residuals of the next tick's B
+    # The same on every device, for parts whose parameters are cut over the devices, so that all take part:
+    "embed_due",  # 1 where any device's F embeds its input
+    "embed_microbatch",
+    "head_due",  # 1 where any device's F is followed by the head
+    "head_microbatch",
+    "unembed_due",  # 1 where any device's B is followed by the embedding's backward
+    "unembed_microbatch",
 )
 
 
-# Ticks between F and B that a write and a read of the residuals need at least.
+# Ticks between F and B that the head, and a write and a read of the residuals, need at least.
 TRANSFER_TICKS = 1
 
 
@@ -67,8 +76,7 @@ class Phase:
     Attributes:
       start, stop: first tick, and one past the last.
       forward, backward: what the ticks run.
-      flush: where a phase without B has left its last residuals to be written, the tick whose host_early column says
-        where they go; else None.
+      flush: whether a phase without B has left its last residuals to be written before this one.
       prefetch: where nothing before this phase has read the residuals of its first B, the tick whose host_read
         column says where they are; else None.
     """
@@ -77,7 +85,7 @@ class Phase:
     stop: int
     forward: bool
     backward: bool
-    flush: int | None
+    flush: bool
     prefetch: int | None
 
 
@@ -91,6 +99,7 @@ class Program:
       phases: the scans, in order.
       forward_arrivals, backward_arrivals, residual_slots, host_slots: how many slots each buffer has.
       offload: whether residuals pass through the host ring.
+      layers: positions in a chunk.
     """
 
     schedule: Schedule
@@ -101,6 +110,7 @@ class Program:
     residual_slots: int
     host_slots: int
     offload: bool
+    layers: int
 
     def column(self, name: str) -> IntArray:
         """int32 [devices, ticks], one column of the table."""
@@ -133,24 +143,26 @@ def assign_slots(intervals: Iterable[tuple[int, int]]) -> tuple[list[int], int]:
     return slots, count
 
 
-def build(schedule: Schedule, *, offload: bool) -> Program:
+def build(schedule: Schedule, *, offload: bool, layers: int) -> Program:
     """The program of a training step.
 
     Args:
-      schedule: a checked schedule in lockstep form with unsplit backward and looping placement.
-      offload: whether residuals pass through the host ring; every B must then lie two ticks or more after its F.
+      schedule: a checked schedule in lockstep form with unsplit backward and looping placement; every B must lie a
+        tick or more after its F.
+      offload: whether residuals pass through the host ring.
+      layers: positions in a chunk. With several, B reads its residuals from the host during its own tick too.
 
     Raises:
       ProgramError: the schedule is not of that form, or leaves no tick for the transfers.
     """
     check_form(schedule)
-    return _Builder(schedule, offload=offload, backward=True).build()
+    return _Builder(schedule, offload=offload, backward=True, layers=layers).build()
 
 
 def build_forward(schedule: Schedule) -> Program:
     """The program of the same schedule's forward passes alone (for evaluation): no residuals, no backward."""
     check_form(schedule)
-    return _Builder(schedule, offload=False, backward=False).build()
+    return _Builder(schedule, offload=False, backward=False, layers=1).build()
 
 
 def check_form(schedule: Schedule) -> None:
@@ -167,8 +179,9 @@ def check_form(schedule: Schedule) -> None:
 class _Builder:
     """Fills one table; kept apart from `Program` so that the record stays plain data."""
 
-    def __init__(self, schedule: Schedule, *, offload: bool, backward: bool) -> None:
+    def __init__(self, schedule: Schedule, *, offload: bool, backward: bool, layers: int) -> None:
         self.schedule = schedule
+        self.layers = layers
         self.offload = offload
         self.backward = backward
         self.stages = schedule.devices * schedule.chunks
@@ -182,24 +195,28 @@ class _Builder:
         for kind in (Kind.F, Kind.B) if self.backward else (Kind.F,):
             self._place(kind)
         forward, backward = (np.asarray(self.columns[f"{letter}_valid"].any(axis=0)) for letter in "fb")
-        if self.offload and (short := np.argwhere(self.at[Kind.B] - self.at[Kind.F] < TRANSFER_TICKS)).size:
+        if self.backward and (short := np.argwhere(self.at[Kind.B] - self.at[Kind.F] < TRANSFER_TICKS)).size:
             stage, microbatch = short[0]
             raise ProgramError(
-                f"schedule {schedule.name!r} leaves no tick for the transfers of stage {stage}, microbatch "
-                f"{microbatch}: build it with transfer_ticks={TRANSFER_TICKS} to offload."
+                f"schedule {schedule.name!r} leaves no tick between F and B of stage {stage}, microbatch "
+                f"{microbatch}: build it with transfer_ticks={TRANSFER_TICKS}."
             )
+        self._share("embed", "f_embed", "f_microbatch")
+        self._share("head", "f_head", "f_microbatch")
+        self._share("unembed", "b_embed", "b_microbatch")
         phases = _phases(forward, backward, offload=self.offload)
         counts = {
             "forward_arrivals": self._forward_arrivals(forward),
             "backward_arrivals": self._backward_arrivals(backward) if self.backward else 0,
             "residual_slots": self._residuals(forward) if self.backward else 0,
-            "host_slots": self._host(backward, phases) if self.offload else 0,
+            "host_slots": self._host(phases) if self.offload else 0,
         }
         return Program(
             schedule=schedule,
             table=np.stack([self.columns[name] for name in COLUMNS], axis=-1),
             phases=phases,
             offload=self.offload,
+            layers=self.layers,
             **counts,
         )
 
@@ -216,6 +233,12 @@ class _Builder:
         self.columns[f"{letter}_embed"][device, tick] = stage == 0
         if kind is Kind.F:
             self.columns["f_head"][device, tick] = stage == self.stages - 1
+
+    def _share(self, name: str, flag: str, microbatch: str) -> None:
+        """Tells every device which microbatch one of them embeds, or runs the head of: one at most in a tick."""
+        flags = self.columns[flag]
+        self.columns[f"{name}_due"][:] = flags.max(axis=0)
+        self.columns[f"{name}_microbatch"][:] = (flags * self.columns[microbatch]).max(axis=0)
 
     def _allocate(self, device: int, spans: list[_Span]) -> int:
         """Gives slots to a device's spans, writes them into the columns, and returns how many slots there are."""
@@ -270,32 +293,36 @@ class _Builder:
             most = max(most, self._allocate(device, spans + _garbage(forward, spans, "f_store", _FORWARD)))
         return most
 
-    def _host(self, backward: np.ndarray, phases: tuple[Phase, ...]) -> int:
-        """Residuals on the host live from the end of F, or from the tick after it, to the tick before B."""
+    def _host(self, phases: tuple[Phase, ...]) -> int:
+        """Residuals on the host live from F to the tick before B, or to B where a chunk has several layers."""
         at = self.at
-        most = 0
         prefetched = {phase.start for phase in phases if phase.prefetch is not None}
-        writes = []  # every store, should it hold garbage
-        for phase in phases:
-            if phase.flush is not None:
-                moment = phase.start * _MOMENTS + _EARLY_WRITE
-                writes.append(_Span(moment, moment, "host_early", phase.flush, "", 0))
-            if phase.forward:
-                place = ("host_write", _WRITE) if phase.backward else ("host_early", _EARLY_WRITE)
-                writes += [_Span.instant(place[0], tick, place[1]) for tick in range(phase.start, phase.stop)]
+        written = {}  # tick of F -> the last moment of its write
+        following = 0
+        for phase in reversed(phases):
+            for tick in reversed(range(phase.start, phase.stop) if phase.forward else ()):
+                later = following if tick == phase.stop - 1 else tick + 1
+                written[tick] = tick * _MOMENTS + _WRITE if phase.backward else later * _MOMENTS + _EARLY_WRITE
+            following = phase.start
+        most = 0
         for device in range(self.schedule.devices):
             spans = []
             for s, i in self._passes_on(device):
                 f, b = int(at[Kind.F][s, i]), int(at[Kind.B][s, i])
-                store = ("host_write", f, _WRITE) if backward[f] else ("host_early", f + 1, _EARLY_WRITE)
-                span = _Span.between(*store, "host_read", b - 1, _READ)
-                if b in prefetched:
+                span = _Span.between("host_write", f, _WRITE, "host_read", b - 1, _READ)
+                if self.layers > 1:
+                    span = dataclasses.replace(span, end=b * _MOMENTS + _READ)
+                elif b in prefetched:
                     # Read after the flush at the start of B's phase, if there is one.
                     span = dataclasses.replace(span, end=b * _MOMENTS + _EARLY_WRITE)
                 spans.append(span)
-            used = {(span.writer, span.write_tick) for span in spans}
-            garbage = [span for span in writes if (span.writer, span.write_tick) not in used]
-            most = max(most, self._allocate(device, spans + garbage))
+            used = {span.write_tick for span in spans}
+            spans += [
+                dataclasses.replace(_Span.instant("host_write", tick, _WRITE), end=end)
+                for tick, end in written.items()
+                if tick not in used
+            ]
+            most = max(most, self._allocate(device, spans))
         return most
 
 
@@ -335,7 +362,7 @@ def _garbage(ticks: np.ndarray, spans: list[_Span], writer: str, moment: int) ->
 
 def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tuple[Phase, ...]:
     phases: list[Phase] = []
-    unwritten: int | None = None  # the tick after an F whose residuals are not written yet
+    unwritten = False  # the last F's residuals
     reading = False  # the last tick read ahead
     kinds = list(zip(forward.tolist(), backward.tolist(), strict=True))
     start = 0
@@ -344,11 +371,9 @@ def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tupl
             continue
         f, b = kinds[start]
         if f or b:
-            flush = unwritten if b else None
-            phases.append(
-                Phase(start, stop, f, b, flush, prefetch=start - 1 if offload and b and not reading else None)
-            )
-            unwritten = stop if f and not b and offload else None if b else unwritten
+            prefetch = start - 1 if offload and b and not reading else None
+            phases.append(Phase(start, stop, f, b, flush=unwritten and b, prefetch=prefetch))
+            unwritten = offload and not b
         reading = b
         start = stop
     return tuple(phases)

@@ -29,16 +29,15 @@ class _Walk:
         self.program = program
         self.stage = program.schedule.placement.stage
         self.slots: _Slots = {}
-        self.out: dict[int, Any] = {}  # staged for the host: the last tick's F of each device
+        self.out: dict[int, tuple[int, Any]] = {}  # to be written to the host: slot and pass, by device
         self.arrived: dict[int, Any] = {}  # read from the host for the next B
         self.done: set[tuple[Kind, int, int]] = set()
         self.columns = {name: program.column(name) for name in COLUMNS}
 
     def run(self) -> None:
         for phase in self.program.phases:
-            if phase.flush is not None:
-                self._write("host_early", phase.flush)
-                self.out = {}
+            if phase.flush:
+                self._write()
             if phase.prefetch is not None:
                 self._read(phase.prefetch)
             for tick in range(phase.start, phase.stop):
@@ -51,9 +50,10 @@ class _Walk:
     def _at(self, column: str, device: int, tick: int) -> int:
         return int(self.columns[column][device, tick])
 
-    def _write(self, column: str, tick: int) -> None:
-        for device in range(self.program.schedule.devices):
-            self.slots["host", device, self._at(column, device, tick)] = self.out.get(device)
+    def _write(self) -> None:
+        for device, (slot, unit) in self.out.items():
+            self.slots["host", device, slot] = unit
+        self.out = {}
 
     def _read(self, tick: int) -> None:
         for device in range(self.program.schedule.devices):
@@ -65,9 +65,9 @@ class _Walk:
         last = devices * program.schedule.chunks - 1
         arrived = dict(self.arrived)
         if program.offload and not backward:
-            self._write("host_early", tick)
+            self._write()
         sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
-        self.out = {}
+        heads: dict[int, Any] = {}
         for device in range(devices if forward else 0):
             stage = int(self.stage[device, self._at("f_chunk", device, tick)])
             unit = (stage, self._at("f_microbatch", device, tick))
@@ -75,18 +75,18 @@ class _Walk:
             if valid and stage > 0:
                 self._expect("x", device, tick, "f_source", (stage - 1, unit[1]))
             self.slots["kept", device, self._at("f_store", device, tick)] = unit if valid else None
-            self.out[device] = sent[Kind.F][device] = unit if valid else None
+            sent[Kind.F][device] = unit if valid else None
+            self.out[device] = self._at("host_write", device, tick), sent[Kind.F][device]
             if valid:
                 self.done.add((Kind.F, *unit))
             if bool(self._at("f_head", device, tick)) != (valid and stage == last):
                 raise ProgramError(f"device {device}, tick {tick}: the head runs where F is not of the last stage.")
             if valid and stage == last:
-                self.slots["dy", device, self._at("head_store", device, tick)] = (stage + 1, unit[1])
+                heads[device] = (stage + 1, unit[1])
         if program.offload and backward:
             self.arrived = {}
             if forward:
-                self._write("host_write", tick)
-                self.out = {}
+                self._write()
         for device in range(devices if backward else 0):
             stage = int(self.stage[device, self._at("b_chunk", device, tick)])
             unit = (stage, self._at("b_microbatch", device, tick))
@@ -94,6 +94,8 @@ class _Walk:
             if valid:
                 self._expect("dy", device, tick, "b_source", (stage + 1, unit[1]))
                 self._expect("kept", device, tick, "b_load", unit)
+                if program.offload and program.layers > 1:
+                    self._expect("host", device, tick - 1, "host_read", unit)
                 if program.offload and arrived.get(device) != unit:
                     raise ProgramError(
                         f"device {device}, tick {tick}: B of stage {stage}, microbatch {unit[1]} finds residuals of "
@@ -103,6 +105,8 @@ class _Walk:
             sent[Kind.B][device] = unit if valid else None
         if program.offload and backward:
             self._read(tick)
+        for device, unit in heads.items():
+            self.slots["dy", device, self._at("head_store", device, tick)] = unit
         for device in range(devices):
             if forward:
                 value = sent[Kind.F][(device - 1) % devices]

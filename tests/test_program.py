@@ -15,24 +15,23 @@ from pipejax.schedules import GPipe, Interleaved, OneFOneB
 SPECS = [GPipe(chunks=1), GPipe(chunks=3), OneFOneB(), Interleaved(chunks=2), Interleaved(chunks=3)]
 
 
-def build(spec, devices, microbatches, *, offload):
-    ticks = programs.TRANSFER_TICKS if offload else 0
-    schedule = spec.build(devices=devices, microbatches=microbatches, transfer_ticks=ticks)
-    return programs.build(schedule, offload=offload)
+def build(spec, devices, microbatches, *, offload, layers=1):
+    schedule = spec.build(devices=devices, microbatches=microbatches, transfer_ticks=programs.TRANSFER_TICKS)
+    return programs.build(schedule, offload=offload, layers=layers)
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("offload", "layers"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_every_read_finds_what_it_wants(spec, offload):
+def test_every_read_finds_what_it_wants(spec, offload, layers):
     for devices in (1, 2, 3, 4, 8):
         for microbatches in {1, max(devices - 1, 1), devices, devices + 1, 2 * devices + 3}:
-            check_program(build(spec, devices, microbatches, offload=offload))
+            check_program(build(spec, devices, microbatches, offload=offload, layers=layers))
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 40), st.booleans())
-def test_every_read_finds_what_it_wants_anywhere(spec, devices, microbatches, offload):
-    check_program(build(spec, devices, microbatches, offload=offload))
+@given(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 40), st.booleans(), st.integers(1, 2))
+def test_every_read_finds_what_it_wants_anywhere(spec, devices, microbatches, offload, layers):
+    check_program(build(spec, devices, microbatches, offload=offload, layers=layers))
 
 
 @pytest.mark.parametrize("column", ["f_source", "f_store", "f_receive", "b_source", "b_load", "b_receive"])
@@ -57,7 +56,7 @@ def refusal(program):
     return ""
 
 
-@pytest.mark.parametrize("column", ["host_early", "host_write", "host_read"])
+@pytest.mark.parametrize("column", ["host_write", "host_read"])
 def test_a_wrong_host_slot_is_found(column):
     program = build(Interleaved(chunks=2), 2, 4, offload=True)
     table = program.table.copy()
@@ -73,7 +72,7 @@ def test_memory_is_flat_in_microbatches():
             build(Interleaved(chunks=chunks), devices, m * devices, offload=False).residual_slots for m in (4, 8, 16)
         }
         assert len(slots) == 1
-        assert slots.pop() <= (chunks + 1) * devices
+        assert slots.pop() <= (chunks + 1) * devices + 1
 
 
 def test_host_memory_is_flat_in_microbatches():
@@ -91,10 +90,25 @@ def test_time_does_not_depend_on_offload():
             assert ticks == 12 * 2 + 4 - 1
 
 
-def test_offload_needs_time_between_forward_and_backward():
+def test_a_tick_lies_between_forward_and_backward():
     schedule = Interleaved(chunks=2).build(devices=2, microbatches=4)
     with pytest.raises(ProgramError, match="transfer_ticks=1"):
-        programs.build(schedule, offload=True)
+        programs.build(schedule, offload=False, layers=1)
+
+
+def test_every_device_knows_what_another_embeds():
+    program = build(Interleaved(chunks=2), 3, 5, offload=False)
+    for name, flag, microbatch in (
+        ("embed", "f_embed", "f_microbatch"),
+        ("head", "f_head", "f_microbatch"),
+        ("unembed", "b_embed", "b_microbatch"),
+    ):
+        due, index = program.column(f"{name}_due"), program.column(f"{name}_microbatch")
+        assert (due == due[:1]).all()
+        assert (index == index[:1]).all()
+        mine = program.column(flag) > 0
+        assert mine.any(axis=0).sum() == due[0].sum() == 5
+        assert (program.column(microbatch)[mine] == index[mine]).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=60))

@@ -140,7 +140,6 @@ def compile_step(
     ticks = pipeline.plan.slots
     trips = {
         "_if_due": microbatches / ticks,  # embedding and head, once a microbatch, whichever device has them
-        "": float(pipeline.layout.layers_per_chunk),  # chunks of uneven layers: a tick lasts as long as the fullest
     }
     compiled = report(compile_for_gpu(lowered), target=target, devices=pipe, unknown_trips=trips)
     tokens = samples * model.length

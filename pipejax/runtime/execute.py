@@ -16,10 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from pipejax.layout import Layout
 from pipejax.offload import Fates
 from pipejax.program import Program
-from pipejax.runtime.residuals import Block, Chunk, Residuals, analyse
-from pipejax.runtime.step import Functions, Local, Step
-
-AXIS = "pipe"
+from pipejax.runtime.ends import AXIS, Ends, Functions
+from pipejax.runtime.residuals import Block, Layer, analyse
+from pipejax.runtime.step import Local, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Executor:
     Attributes:
       mesh: has an axis `pipe`.
       layout: where each layer lives.
-      functions: embedding and head.
+      functions: embedding and head, and which of their parameters are cut over the devices.
       block: one layer.
       fates: what happens to the block's named activations.
       specs: {"embed", "layers", "head"}, the partition specs of the parameters at rest.
@@ -64,9 +63,9 @@ class Executor:
             loss, weight = lax.psum((loss, weight), AXIS)
             scale = 1 / jnp.where(weight == 0, 1, weight)
             grads = {
-                "embed": self._scatter(grads["embed"], self.specs["embed"]),
+                "embed": self._scatter(grads["embed"], "embed"),
                 "layers": jax.tree.map(lambda leaf: leaf[None], grads["layers"]),
-                "head": self._scatter(grads["head"], self.specs["head"]),
+                "head": self._scatter(grads["head"], "head"),
             }
             return loss * scale, jax.tree.map(lambda grad: grad * scale, grads), weight
 
@@ -84,10 +83,6 @@ class Executor:
 
         return self._map(device, out_specs=PartitionSpec())(params, batch, None, self._tables(program))
 
-    def residuals(self, params: Any, x: Any, batch: Any, key: Any) -> Residuals:
-        """What F of one layer hands to B; `params` are one layer's."""
-        return analyse(self.block, self.fates, params, x, batch, key)
-
     def _tables(self, program: Program) -> dict[str, np.ndarray]:
         return {
             "program": program.table,
@@ -103,27 +98,25 @@ class Executor:
         )
 
     def _step(self, program: Program, params: Any, batch: Any, key: Any, tables: Any) -> Step:
-        chunk_layers, first_layer = tables["chunk_layers"][0], tables["first_layer"][0]
         local = Local(
-            embed=self._gather(params["embed"], self.specs["embed"]),
-            head=self._gather(params["head"], self.specs["head"]),
             layers=jax.tree.map(lambda leaf: leaf[0], params["layers"]),
             batch=batch,
-            chunk_layers=chunk_layers,
-            layer_keys=functools.partial(self._layer_keys, key, first_layer),
-            part_keys=functools.partial(self._part_key, key),
+            chunk_layers=tables["chunk_layers"][0],
+            uniform=self.layout.uniform,
+            layer_keys=functools.partial(self._layer_keys, key, tables["first_layer"][0]),
+        )
+        ends = Ends(
+            functions=self.functions,
+            params={part: self._gather(params[part], part) for part in ("embed", "head")},
+            microbatch=local.microbatch,
+            key=functools.partial(self._part_key, key),
         )
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
-        x = jax.eval_shape(self.functions.embed, local.embed, microbatch, key)
-        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), local.layers)
-        chunk = Chunk(
-            block=self.block,
-            fates=self.fates,
-            residuals=self.residuals(layer, x, microbatch, key),
-            layers=self.layout.layers_per_chunk,
-            uniform=self.layout.uniform,
-        )
-        return Step(program=program, functions=self.functions, chunk=chunk, local=local, x=x, fill=self.fill)
+        x = jax.eval_shape(self.functions.embed, ends.params["embed"], microbatch, key)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), local.layers)
+        residuals = analyse(self.block, self.fates, one, x, microbatch, key)
+        layer = Layer(block=self.block, fates=self.fates, residuals=residuals)
+        return Step(program=program, ends=ends, layer=layer, local=local, x=x, fill=self.fill)
 
     def _layer_keys(self, key: Any, first_layer: jax.Array, chunk: jax.Array, microbatch: jax.Array) -> Any:
         if key is None:
@@ -134,27 +127,32 @@ class Executor:
     def _part_key(self, key: Any, part: int, microbatch: jax.Array) -> Any:
         return None if key is None else fold_key(key, self.layout.num_layers + part, microbatch)
 
-    def _gather(self, tree: Any, specs: Any) -> Any:
-        """Parameters that rest in shards, whole."""
-        return jax.tree.map(
-            lambda leaf, spec: (
-                lax.all_gather(leaf, AXIS, axis=tuple(spec).index(AXIS), tiled=True) if AXIS in tuple(spec) else leaf
-            ),
-            tree,
-            specs,
+    def _gather(self, tree: Any, part: str) -> Any:
+        """Parameters that rest in shards, whole, but for those that are used as they rest."""
+        return self._where_whole(
+            lambda leaf, axis: leaf if axis is None else lax.all_gather(leaf, AXIS, axis=axis, tiled=True), tree, part
         )
 
-    def _scatter(self, grads: Any, specs: Any) -> Any:
+    def _scatter(self, grads: Any, part: str) -> Any:
         """Sums gradients over the devices, each keeping the shard that it holds at rest."""
-        return jax.tree.map(
-            lambda leaf, spec: (
-                lax.psum_scatter(leaf, AXIS, scatter_dimension=tuple(spec).index(AXIS), tiled=True)
-                if AXIS in tuple(spec)
-                else lax.psum(leaf, AXIS)
+        return self._where_whole(
+            lambda leaf, axis: (
+                lax.psum(leaf, AXIS)
+                if axis is None
+                else lax.psum_scatter(leaf, AXIS, scatter_dimension=axis, tiled=True)
             ),
             grads,
-            specs,
+            part,
         )
+
+    def _where_whole(self, function: Callable[[Any, int | None], Any], tree: Any, part: str) -> Any:
+        """Applies (leaf, the axis along which it rests in shards) to the leaves that a step uses whole."""
+
+        def one(leaf: Any, spec: Any, cut: bool) -> Any:
+            axes = tuple(spec)
+            return leaf if cut else function(leaf, axes.index(AXIS) if AXIS in axes else None)
+
+        return jax.tree.map(one, tree, self.specs[part], self.functions.cut[part])
 
 
 def fold_key(key: jax.Array, layer: Any, microbatch: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""F and B of one chunk, and what B needs from F.
+"""F and B of one layer, and what B needs from F.
 
 F is `jax.vjp` of the block under the `jax.checkpoint` policy that types offloaded residuals as pinned host memory; B
 unflattens the vjp of the same block under the save-only twin of that policy, with the residuals put back in place
@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pipejax import jaxprs
 from pipejax.offload import Fates
@@ -75,160 +74,45 @@ def _vjp(block: Block, policy: Any, params: Any, x: Any, batch: Any, key: Any) -
     return jax.vjp(checkpointed, params, x)
 
 
-def layer_forward(
-    block: Block, fates: Fates, residuals: Residuals, params: Any, x: jax.Array, batch: Any, key: Any
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """F of one layer.
-
-    Returns:
-      y, the auxiliary loss, and the residuals listed by `residuals`. Host-typed ones come back typed as device
-      memory: the ring's own write moves them, and XLA drops the round trip.
-    """
-    (y, aux), vjp = _vjp(block, fates.forward_policy(), params, x, batch, key)
-    leaves = jax.tree.leaves(vjp)
-    return y, aux, tuple(jax.device_put(leaves[index], jax.memory.Space.Device) for index in residuals.leaves)
-
-
-def layer_backward(
-    block: Block,
-    fates: Fates,
-    residuals: Residuals,
-    params: Any,
-    values: tuple[jax.Array, ...],
-    dy: jax.Array,
-    batch: Any,
-    key: Any,
-) -> tuple[Any, jax.Array]:
-    """B (and W) of one layer: the cotangents of its parameters and of its input, for an auxiliary cotangent of one."""
-    # This F runs on a stand-in: only its tree and its input-independent leaves are used, the rest is dead code.
-    (_, aux), vjp = _vjp(block, fates.backward_policy(), params, jnp.zeros_like(dy), batch, key)
-    leaves, tree = jax.tree.flatten(vjp)
-    for index, value, struct in zip(residuals.leaves, values, residuals.structs, strict=True):
-        if (leaves[index].shape, leaves[index].dtype) != (struct.shape, struct.dtype):
-            raise RuntimeError("the residuals of F and of its save-only twin differ: this JAX is not supported yet.")
-        leaves[index] = value
-    return jax.tree.unflatten(tree, leaves)((dy, jnp.ones_like(aux)))
-
-
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """F and B of a chunk's layers, one after another.
+class Layer:
+    """F and B of one layer.
 
     Attributes:
-      block: the layer.
+      block: what it computes.
       fates: what happens to its activations.
       residuals: what its B needs.
-      layers: positions in a chunk.
-      uniform: whether all positions of all chunks hold a layer.
     """
 
     block: Block
     fates: Fates
     residuals: Residuals
-    layers: int
-    uniform: bool
-
-    @property
-    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Residuals of a chunk: each layer's, stacked over the chunk's positions."""
-        return tuple(jax.ShapeDtypeStruct((self.layers, *s.shape), s.dtype) for s in self.residuals.structs)
-
-    def _single(self) -> bool:
-        return self.uniform and self.layers == 1
 
     def forward(
-        self, params: Any, x: jax.Array, batch: Any, keys: Any, count: jax.Array
+        self, params: Any, x: jax.Array, batch: Any, key: Any
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-        """F of a chunk.
-
-        Args:
-          params: leaves [layers, ...].
-          x: the chunk's input.
-          batch: one microbatch.
-          keys: one key for each position, [layers], or None.
-          count: int32 scalar, how many positions hold a layer.
+        """F.
 
         Returns:
-          y, the sum of the auxiliary losses (float32), and the stacked residuals.
+          y, the auxiliary loss (float32), and the residuals listed by `residuals`. Host-typed ones come back typed as
+          device memory: the ring's own write moves them, and XLA drops the round trip.
         """
-        layer = self._bind(layer_forward, batch)
-        if self._single():
-            y, aux, values = layer(_at(params, 0), x, key=_at(keys, 0))
-            return y, aux.astype(jnp.float32), tuple(value[None] for value in values)
-
-        def body(index: jax.Array, carry: Any) -> Any:
-            x, total, stacked = carry
-            y, aux, values = layer(_at(params, index), x, key=_at(keys, index))
-            stacked = tuple(_put(ring, value, index) for ring, value in zip(stacked, values, strict=True))
-            return y, total + aux.astype(jnp.float32), stacked
-
-        empty = tuple(lax.empty(struct.shape, struct.dtype) for struct in self.structs)
-        return lax.fori_loop(0, self._trips(count), body, (x, jnp.float32(0), empty))
+        (y, aux), vjp = _vjp(self.block, self.fates.forward_policy(), params, x, batch, key)
+        leaves = jax.tree.leaves(vjp)
+        values = tuple(jax.device_put(leaves[index], jax.memory.Space.Device) for index in self.residuals.leaves)
+        return y, aux.astype(jnp.float32), values
 
     def backward(
-        self,
-        params: Any,
-        values: tuple[jax.Array, ...],
-        dy: jax.Array,
-        batch: Any,
-        keys: Any,
-        count: jax.Array,
-        valid: jax.Array,
-        grads: Any,
-        chunk: jax.Array,
-    ) -> tuple[jax.Array, Any]:
-        """B of a chunk.
-
-        Args:
-          params, batch, keys, count: as for `forward`.
-          values: the residuals, [layers, ...] each.
-          dy: the cotangent of the chunk's output.
-          valid: bool scalar; where False the chunk's weight gradients are dropped.
-          grads: float32 accumulators, leaves [chunks, layers, ...].
-          chunk: int32 scalar, the accumulators' chunk.
-
-        Returns:
-          The cotangent of the chunk's input, and the accumulators.
-        """
-        layer = self._bind(layer_backward, batch)
-
-        def one(index: Any, dy: jax.Array, grads: Any) -> tuple[jax.Array, Any]:
-            residuals = tuple(value[index] for value in values)
-            dparams, dx = layer(_at(params, index), residuals, dy, key=_at(keys, index))
-            added = jax.tree.map(lambda total, grad: _add(total, grad, (chunk, index), valid), grads, dparams)
-            return dx, added
-
-        if self._single():
-            return one(0, dy, grads)
-        trips = self._trips(count)
-        return lax.fori_loop(0, trips, lambda step, carry: one(trips - 1 - step, *carry), (dy, grads))
-
-    def infer(self, params: Any, x: jax.Array, batch: Any, keys: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The chunk's output and auxiliary loss alone, for forward-only runs."""
-
-        def body(index: Any, carry: Any) -> Any:
-            y, aux = self.block(_at(params, index), carry[0], batch, _at(keys, index))
-            return y, carry[1] + aux.astype(jnp.float32)
-
-        if self._single():
-            return body(0, (x, jnp.float32(0)))
-        return lax.fori_loop(0, self._trips(count), body, (x, jnp.float32(0)))
-
-    def _trips(self, count: jax.Array) -> Any:
-        return self.layers if self.uniform else count
-
-    def _bind(self, layer: Callable[..., Any], batch: Any) -> Callable[..., Any]:
-        return lambda *args, key: layer(self.block, self.fates, self.residuals, *args, batch, key)
-
-
-def _at(tree: Any, index: Any) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
-
-
-def _put(ring: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(ring, value, index, 0)
-
-
-def _add(total: jax.Array, grad: jax.Array, where: tuple[Any, ...], valid: jax.Array) -> jax.Array:
-    """Adds a gradient to one place of its accumulator; a bubble's garbage, NaN perhaps, adds zero."""
-    return total.at[where].add(jnp.where(valid, grad.astype(total.dtype), 0))
+        self, params: Any, values: tuple[jax.Array, ...], dy: jax.Array, batch: Any, key: Any
+    ) -> tuple[Any, jax.Array]:
+        """B and W: the cotangents of the parameters and of the input, for an auxiliary cotangent of one."""
+        # This F runs on a stand-in: only its tree and its input-independent leaves are used, the rest is dead code.
+        (_, aux), vjp = _vjp(self.block, self.fates.backward_policy(), params, jnp.zeros_like(dy), batch, key)
+        leaves, tree = jax.tree.flatten(vjp)
+        for index, value, struct in zip(self.residuals.leaves, values, self.residuals.structs, strict=True):
+            if (leaves[index].shape, leaves[index].dtype) != (struct.shape, struct.dtype):
+                raise RuntimeError(
+                    "the residuals of F and of its save-only twin differ: this JAX is not supported yet."
+                )
+            leaves[index] = value
+        return jax.tree.unflatten(tree, leaves)((dy, jnp.ones_like(aux)))

@@ -7,6 +7,8 @@ body has each read sealed by a barrier, or it would be copied.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,21 +33,33 @@ def make_host_ring(struct: jax.ShapeDtypeStruct, slots: int, fill: float) -> jax
     return lax.broadcast(jax.device_put(filled(struct, fill), HOST), (slots,))
 
 
-def store(ring: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """The ring with one slot overwritten."""
-    return lax.dynamic_update_index_in_dim(ring, value, slot, 0)
+def store(ring: jax.Array, value: jax.Array, *place: Any) -> jax.Array:
+    """The ring with one place overwritten: a slot, or a layer of a slot."""
+    block = lax.expand_dims(value, range(len(place)))
+    return lax.dynamic_update_slice(ring, block, _start(ring, place))
 
 
-def load(ring: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One slot's value, and the ring, to be used from here on in place of the one passed in."""
-    return lax.optimization_barrier((lax.dynamic_index_in_dim(ring, slot, keepdims=False), ring))
+def load(ring: jax.Array, *place: Any) -> tuple[jax.Array, jax.Array]:
+    """One place's value, and the ring, to be used from here on in place of the one passed in."""
+    return lax.optimization_barrier((pick(ring, *place), ring))
 
 
-def store_host(ring: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """Starts a device-to-host copy into one slot."""
-    return store(ring, jax.device_put(value, HOST), slot)
+def pick(ring: jax.Array, *place: Any) -> jax.Array:
+    """One place's value of an array that nothing writes to."""
+    sizes = (1,) * len(place) + ring.shape[len(place) :]
+    return lax.squeeze(lax.dynamic_slice(ring, _start(ring, place), sizes), range(len(place)))
 
 
-def load_host(ring: jax.Array, slot: jax.Array) -> jax.Array:
-    """Starts a host-to-device copy of one slot; write the ring before this in a tick, not after (DESIGN trap 4)."""
-    return jax.device_put(lax.dynamic_index_in_dim(ring, slot, keepdims=False), DEVICE)
+def store_host(ring: jax.Array, value: jax.Array, *place: Any) -> jax.Array:
+    """Starts a device-to-host copy into one place."""
+    return store(ring, jax.device_put(value, HOST), *place)
+
+
+def load_host(ring: jax.Array, *place: Any) -> jax.Array:
+    """Starts a host-to-device copy of one place; write the ring before this in a tick, not after (DESIGN trap 4)."""
+    return jax.device_put(pick(ring, *place), DEVICE)
+
+
+def _start(ring: jax.Array, place: tuple[Any, ...]) -> tuple[Any, ...]:
+    index = [jnp.asarray(each, jnp.int32) for each in place]
+    return (*index, *[jnp.int32(0)] * (ring.ndim - len(place)))

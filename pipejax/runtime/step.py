@@ -1,6 +1,7 @@
-"""The training step on one device of the pipeline: phases of ticks, each tick an F and a B.
+"""The training step on one device of the pipeline: phases of ticks, each tick an F and a B, layer by layer.
 
-Runs inside `shard_map` over the axis `pipe`. The order within a tick is that of `pipejax.program`.
+Runs inside `shard_map` over the axis `pipe`. The order within a tick is that of `pipejax.program`. All layers of a
+chunk but the last run in a loop, and the last by itself, so that what it sends to the neighbours has compute beside it.
 """
 
 from __future__ import annotations
@@ -16,25 +17,10 @@ from jax import lax
 
 from pipejax.program import COLUMNS, Phase, Program
 from pipejax.runtime import rings
-from pipejax.runtime.residuals import Chunk
+from pipejax.runtime.ends import AXIS, Ends, Row
+from pipejax.runtime.residuals import Layer
 
-Row = dict[str, jax.Array]
-
-# Embedding and head draw their dropout as if they were the layers num_layers + these.
-EMBED_KEY, HEAD_KEY = 0, 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """The model as the runtime sees it. Keys are None in evaluation.
-
-    Attributes:
-      embed: (params, batch, key) -> x, the first block's input.
-      head: (params, x, batch, key) -> (loss sum, weight), float32 scalars.
-    """
-
-    embed: Callable[[Any, Any, Any], jax.Array]
-    head: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
+State = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +28,38 @@ class Local:
     """What one device holds during a step.
 
     Attributes:
-      embed, head: their parameters, whole.
-      layers: leaves [chunks, layers_per_chunk, ...].
+      layers: parameters, leaves [chunks, positions, ...].
       batch: leaves [microbatches, ...], the same on every device.
       chunk_layers: int32 [chunks], how many layers each chunk holds.
+      uniform: whether every chunk of every device is full.
       layer_keys: (chunk, microbatch) -> a key for each position of the chunk, or None.
-      part_keys: (EMBED_KEY or HEAD_KEY, microbatch) -> a key, or None.
     """
 
-    embed: Any
-    head: Any
     layers: Any
     batch: Any
     chunk_layers: jax.Array
+    uniform: bool
     layer_keys: Callable[[jax.Array, jax.Array], Any]
-    part_keys: Callable[[int, jax.Array], Any]
 
     def microbatch(self, index: jax.Array) -> Any:
         """One microbatch's arrays."""
         return _pick(self.batch, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """An F or a B of one tick: which chunk's layers it runs, on what."""
+
+    chunk: jax.Array
+    batch: Any
+    keys: Any
+    valid: jax.Array
+
+    @classmethod
+    def read(cls, row: Row, letter: str, local: Local) -> _Pass:
+        chunk, microbatch = row[f"{letter}_chunk"], row[f"{letter}_microbatch"]
+        keys = local.layer_keys(chunk, microbatch)
+        return cls(chunk, local.microbatch(microbatch), keys, row[f"{letter}_valid"] > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +68,16 @@ class Step:
 
     Attributes:
       program: the tables' meaning; the table itself comes in as an argument, sharded.
-      functions: embedding and head.
-      chunk: F and B of a chunk.
+      ends: embedding and head.
+      layer: F and B of a layer.
       local: parameters and data.
       x: shape and dtype of one microbatch's activations.
       fill: what rings hold before anything is stored (NaN in tests).
     """
 
     program: Program
-    functions: Functions
-    chunk: Chunk
+    ends: Ends
+    layer: Layer
     local: Local
     x: jax.ShapeDtypeStruct
     fill: float
@@ -93,210 +92,214 @@ class Step:
           Gradients of this device's loss sum as {"embed", "layers", "head"} in float32, its loss sum (auxiliary
           losses included) and its weight.
         """
-        kept, moved = self.chunk.residuals.split(self.chunk.structs)
-        carry: dict[str, Any] = {
-            "x": self._ring(self.x, self.program.forward_arrivals),
-            "dy": self._ring(self.x, self.program.backward_arrivals),
-            "kept": tuple(self._ring(struct, self.program.residual_slots) for struct in kept),
+        program, residuals = self.program, self.layer.residuals
+        kept, moved = residuals.split(residuals.structs)
+        state: State = {
+            "x": self._ring(self.x, program.forward_arrivals),
+            "dy": self._ring(self.x, program.backward_arrivals),
+            "kept": tuple(self._ring(_stacked(struct, program.layers), program.residual_slots) for struct in kept),
             "grads": jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, jnp.float32),
-                {"embed": self.local.embed, "layers": self.local.layers, "head": self.local.head},
+                lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {**self.ends.params, "layers": self.local.layers}
             ),
             "loss": jnp.float32(0),
             "weight": jnp.float32(0),
         }
-        if self.program.offload:
-            carry["host"] = tuple(rings.make_host_ring(struct, self.program.host_slots, self.fill) for struct in moved)
-        for phase in self.program.phases:
-            if self.program.offload:
-                carry = self._enter(carry, phase, table, moved)
-            rows = table[phase.start : phase.stop]
-            tick = functools.partial(self._tick, phase=phase)
-            carry = _scan(tick, carry, rows)
-        return carry["grads"], carry["loss"], carry["weight"]
+        if program.offload:
+            state["host"] = tuple(
+                rings.make_host_ring(_stacked(struct, program.layers), program.host_slots, self.fill)
+                for struct in moved
+            )
+        for phase in program.phases:
+            if program.offload:
+                state = self._enter(state, phase, table, moved)
+            state = _scan(functools.partial(self._tick, phase=phase), state, table[phase.start : phase.stop])
+        return state["grads"], state["loss"], state["weight"]
 
     def evaluate(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Runs the forward passes alone; returns this device's loss sum (auxiliary losses included) and weight."""
 
-        def tick(carry: dict[str, Any], row: Row) -> dict[str, Any]:
-            x, batch, keys, carry = self._forward_input(carry, row)
-            count = self.local.chunk_layers[row["f_chunk"]]
-            y, aux = self.chunk.infer(_pick(self.local.layers, row["f_chunk"]), x, batch, keys, count)
-            carry["loss"] += jnp.where(row["f_valid"] > 0, aux, 0)
+        def tick(state: State, row: Row) -> State:
+            f = _Pass.read(row, "f", self.local)
+            x, state = self._take_input(state, row)
 
-            def head(_: Any, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                key = self.local.part_keys(HEAD_KEY, row["f_microbatch"])
-                loss, weight = self.functions.head(self.local.head, y, batch, key)
-                return totals[0] + loss, totals[1] + weight
+            def layer(position: Any, carry: Any) -> Any:
+                params = _pick(self.local.layers, f.chunk, position)
+                y, aux = self.layer.block(params, carry[0], f.batch, _pick(f.keys, position))
+                return y, carry[1] + aux.astype(jnp.float32)
 
-            totals = _when(row["f_head"], head, (carry["loss"], carry["weight"]))
-            carry["loss"], carry["weight"] = totals
-            carry["x"] = rings.store(carry["x"], self._send(y, 1), row["f_receive"])
-            return carry
+            y, aux = lax.fori_loop(0, self.local.chunk_layers[f.chunk], layer, (x, jnp.float32(0)))
+            totals = state["loss"] + jnp.where(f.valid, aux, 0), state["weight"]
+            state["loss"], state["weight"] = self.ends.loss(y, row, totals)
+            state["x"] = rings.store(state["x"], self._send(y, 1), row["f_receive"])
+            return state
 
         start = {
             "x": self._ring(self.x, self.program.forward_arrivals),
             "loss": jnp.float32(0),
             "weight": jnp.float32(0),
         }
-        carry = _scan(tick, start, table)
-        return carry["loss"], carry["weight"]
+        state = _scan(tick, start, table)
+        return state["loss"], state["weight"]
 
     def _ring(self, struct: jax.ShapeDtypeStruct, slots: int) -> jax.Array:
         return rings.make_ring(struct, slots, self.fill)
 
-    def _enter(
-        self, carry: dict[str, Any], phase: Phase, table: jax.Array, moved: tuple[jax.ShapeDtypeStruct, ...]
-    ) -> dict[str, Any]:
+    def _enter(self, state: State, phase: Phase, table: jax.Array, moved: tuple[jax.ShapeDtypeStruct, ...]) -> State:
         """Brings the transfers of the last phase to their end and those of the next one to their start."""
-        carry = dict(carry)
-        if phase.flush is not None:
-            carry = self._write(carry, carry["out"], _row(table[phase.flush])["host_early"])
+        state = dict(state)
+        if phase.flush:
+            state = self._write(state, *state["out"])
         if phase.backward:
-            carry.pop("out", None)
-        elif "out" not in carry:
-            carry["out"] = tuple(rings.filled(struct, self.fill) for struct in moved)
+            state.pop("out", None)
+        elif "out" not in state:
+            # Nothing is waiting to be written: the first write puts the filling where it is already.
+            nothing = tuple(rings.filled(struct, self.fill) for struct in moved)
+            state["out"] = nothing, _row(table[phase.start])["host_write"], jnp.int32(0)
         if phase.prefetch is not None:
-            slot = _row(table[phase.prefetch])["host_read"]
-            carry["in"] = _map(lambda ring: rings.load_host(ring, slot), carry["host"])
-        return carry
+            state = self._read(state, _row(table[phase.prefetch])["host_read"], self.program.layers - 1)
+        return state
 
-    def _write(self, carry: dict[str, Any], values: tuple[jax.Array, ...], slot: jax.Array) -> dict[str, Any]:
-        return {**carry, "host": _map(lambda ring, value: rings.store_host(ring, value, slot), carry["host"], values)}
+    def _write(self, state: State, values: tuple[jax.Array, ...], slot: Any, position: Any) -> State:
+        """Starts the way of a layer's residuals to the host."""
+        host = _map(lambda ring, value: rings.store_host(ring, value, slot, position), state["host"], values)
+        return {**state, "host": host}
 
-    def _tick(self, carry: dict[str, Any], row: Row, phase: Phase) -> dict[str, Any]:
-        carry = dict(carry)
-        offload = self.program.offload
-        arrived = carry.pop("in", ())
-        if offload and not phase.backward:
-            carry = self._write(carry, carry["out"], row["host_early"])
+    def _read(self, state: State, slot: jax.Array, position: Any) -> State:
+        """Starts the way back of a layer's residuals, for the next B of a layer."""
+        arriving = _map(lambda ring: rings.load_host(ring, slot, position), state["host"])
+        return {**state, "in": arriving, "in_slot": slot}
+
+    def _tick(self, state: State, row: Row, phase: Phase) -> State:
+        state = dict(state)
+        f = b = None
         if phase.forward:
-            carry, later, moved = self._forward(carry, row)
-            if offload and phase.backward:
-                carry = self._write(carry, moved, row["host_write"])
-            elif offload:
-                carry["out"] = moved
-            row = later
+            f = _Pass.read(row, "f", self.local)
+            x, state = self._take_input(state, row)
+            state["forward"] = x
         if phase.backward:
-            carry = self._backward(carry, row, arrived)
-        return carry
+            b = _Pass.read(row, "b", self.local)
+            state["backward"], state["dy"] = rings.load(state["dy"], row["b_source"])
 
-    def _forward_input(self, carry: dict[str, Any], row: Row) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
-        """F's input and side inputs: x, the microbatch, the layers' keys, and the carry."""
-        carry = dict(carry)
-        batch = self.local.microbatch(row["f_microbatch"])
-        x, carry["x"] = rings.load(carry["x"], row["f_source"])
+        def layer(position: Any, state: State) -> State:
+            return self._layer(position, state, row, f, b, last=False)
 
-        def embed(*_: Any) -> jax.Array:
-            return self.functions.embed(self.local.embed, batch, self.local.part_keys(EMBED_KEY, row["f_microbatch"]))
+        last = self.program.layers - 1
+        if last:
+            # XLA would unroll a loop of one trip, and copy host rings that are read before they are written.
+            trips = lax.optimization_barrier(jnp.int32(1)) if last == 1 else last
+            state = lax.fori_loop(0, trips, layer, state)
+        state = self._layer(last, state, row, f, b, last=True)
+        if phase.backward:
+            dx = state.pop("backward")
+            state["grads"] = {**state["grads"], "embed": self.ends.unembed(dx, row, state["grads"]["embed"])}
+        if phase.forward:
+            head = (state["grads"]["head"], state["dy"], state["loss"], state["weight"])
+            grads, state["dy"], state["loss"], state["weight"] = self.ends.head(state.pop("forward"), row, head)
+            state["grads"] = {**state["grads"], "head": grads}
+        return state
 
-        x = _when(row["f_embed"], embed, x)
-        return x, batch, self.local.layer_keys(row["f_chunk"], row["f_microbatch"]), carry
+    def _take_input(self, state: State, row: Row) -> tuple[jax.Array, State]:
+        x, ring = rings.load(state["x"], row["f_source"])
+        return self.ends.embed(x, row), {**state, "x": ring}
 
-    def _forward(self, carry: dict[str, Any], row: Row) -> tuple[dict[str, Any], Row, tuple[jax.Array, ...]]:
-        x, batch, keys, carry = self._forward_input(carry, row)
-        chunk = row["f_chunk"]
-        count = self.local.chunk_layers[chunk]
-        y, aux, values = self.chunk.forward(_pick(self.local.layers, chunk), x, batch, keys, count)
-        # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
-        y, row = lax.optimization_barrier((y, {**row}))
-        carry["loss"] += jnp.where(row["f_valid"] > 0, aux, 0)
-        kept, moved = self.chunk.residuals.split(values)
-        carry["kept"] = _map(lambda ring, value: rings.store(ring, value, row["f_store"]), carry["kept"], kept)
-        carry = self._head(carry, row, y, batch)
-        carry["x"] = rings.store(carry["x"], self._send(y, 1), row["f_receive"])
-        return carry, row, moved
+    def _layer(self, position: Any, state: State, row: Row, f: _Pass | None, b: _Pass | None, *, last: bool) -> State:
+        """F of the chunk's layer at a position, and B of that as far from the chunk's end."""
+        state = dict(state)
+        if f is not None:
+            if self.program.offload and b is None:
+                state = self._write(state, *state["out"])
+            state, moved = self._forward(position, state, row, f)
+            if self.program.offload and b is None:
+                state["out"] = moved, row["host_write"], jnp.int32(position)
+            elif self.program.offload:
+                state = self._write(state, moved, row["host_write"], position)
+            if last:
+                state["x"] = rings.store(state["x"], self._send(state["forward"], 1), row["f_receive"])
+        if b is not None:
+            if f is not None:
+                # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
+                state["forward"], chunk = lax.optimization_barrier((state["forward"], b.chunk))
+                b = dataclasses.replace(b, chunk=chunk)
+            state = self._backward(self.program.layers - 1 - position, state, row, b, last=last)
+            if last:
+                state["dy"] = rings.store(state["dy"], self._send(state["backward"], -1), row["b_receive"])
+        return state
 
-    def _head(self, carry: dict[str, Any], row: Row, y: jax.Array, batch: Any) -> dict[str, Any]:
-        """Loss, and head forward and backward in one go, where F was of the last stage."""
+    def _forward(self, position: Any, state: State, row: Row, f: _Pass) -> tuple[State, tuple[jax.Array, ...]]:
+        """F of one layer; also returns the residuals that are to go to the host."""
+        x = state["forward"]
+        params = _pick(self.local.layers, f.chunk, position)
+        y, aux, values = self.layer.forward(params, x, f.batch, _pick(f.keys, position))
+        there = self._holds_a_layer(f.chunk, position)
+        kept, moved = self.layer.residuals.split(values)
+        state = {
+            **state,
+            "forward": y if self.local.uniform else jnp.where(there, y, x),
+            "loss": state["loss"] + jnp.where(f.valid & there, aux, 0),
+            "kept": _map(lambda ring, value: rings.store(ring, value, row["f_store"], position), state["kept"], kept),
+        }
+        return state, moved
 
-        def head(_: Any, state: Any) -> Any:
-            grads, dy, loss, weight = state
-            key = self.local.part_keys(HEAD_KEY, row["f_microbatch"])
-            (added, weighs), vjp = jax.vjp(lambda p, h: self.functions.head(p, h, batch, key), self.local.head, y)
-            dparams, cotangent = vjp((jnp.ones_like(added), jnp.zeros_like(weighs)))
-            return (
-                _accumulate(grads, dparams),
-                rings.store(dy, cotangent, row["head_store"]),
-                loss + added,
-                weight + weighs,
-            )
-
-        state = (carry["grads"]["head"], carry["dy"], carry["loss"], carry["weight"])
-        grads, carry["dy"], carry["loss"], carry["weight"] = _when(row["f_head"], head, state)
-        carry["grads"] = {**carry["grads"], "head": grads}
-        return carry
-
-    def _backward(self, carry: dict[str, Any], row: Row, arrived: tuple[jax.Array, ...]) -> dict[str, Any]:
-        chunk, microbatch = row["b_chunk"], row["b_microbatch"]
-        batch = self.local.microbatch(microbatch)
-        dy, carry["dy"] = rings.load(carry["dy"], row["b_source"])
-        loaded = [rings.load(ring, row["b_load"]) for ring in carry["kept"]]
-        carry["kept"] = tuple(ring for _, ring in loaded)
-        values = self.chunk.residuals.merge(tuple(value for value, _ in loaded), arrived)
-        dx, layers = self.chunk.backward(
-            _pick(self.local.layers, chunk),
-            values,
-            dy,
-            batch,
-            self.local.layer_keys(chunk, microbatch),
-            self.local.chunk_layers[chunk],
-            row["b_valid"] > 0,
-            carry["grads"]["layers"],
-            chunk,
-        )
+    def _backward(self, position: Any, state: State, row: Row, b: _Pass, *, last: bool) -> State:
+        """B and W of one layer, and the read for the next one."""
+        dy = state["backward"]
+        loaded = [rings.load(ring, row["b_load"], position) for ring in state["kept"]]
+        state["kept"] = tuple(ring for _, ring in loaded)
+        values = self.layer.residuals.merge(tuple(value for value, _ in loaded), state.pop("in", ()))
+        params = _pick(self.local.layers, b.chunk, position)
+        dparams, dx = self.layer.backward(params, values, dy, b.batch, _pick(b.keys, position))
+        there = self._holds_a_layer(b.chunk, position)
+        dx = dx if self.local.uniform else jnp.where(there, dx, dy)
 
         # Once dx is there the residuals are free, and the weight gradients still to be computed. So F's send ends here,
         # and the reads for the next B and B's own send start; without this tie XLA stages what it reads in a copy.
-        tied = carry["x"], carry.get("host", ())
-        dx, (carry["x"], host) = lax.optimization_barrier((dx, tied))
+        dx, (arrived, host) = lax.optimization_barrier((dx, (state["x"] if last else (), state.get("host", ()))))
+        if last:
+            state["x"] = arrived
         if self.program.offload:
-            carry["host"] = host
-            carry["in"] = _map(lambda ring: rings.load_host(ring, row["host_read"]), host)
+            state["host"] = host
+            slot, following = (row["host_read"], self.program.layers - 1) if last else (state["in_slot"], position - 1)
+            state = self._read(state, slot, following)
+        state["backward"] = dx
+        layers = jax.tree.map(
+            lambda total, grad: _add(total, grad, (b.chunk, position), b.valid & there),
+            state["grads"]["layers"],
+            dparams,
+        )
+        state["grads"] = {**state["grads"], "layers": layers}
+        return state
 
-        def embed(_: Any, grads: Any) -> Any:
-            key = self.local.part_keys(EMBED_KEY, microbatch)
-            _, vjp = jax.vjp(lambda p: self.functions.embed(p, batch, key), self.local.embed)
-            return _accumulate(grads, vjp(dx)[0])
-
-        embedded = _when(row["b_embed"], embed, carry["grads"]["embed"])
-        carry["grads"] = {**carry["grads"], "layers": layers, "embed": embedded}
-        carry["dy"] = rings.store(carry["dy"], self._send(dx, -1), row["b_receive"])
-        return carry
+    def _holds_a_layer(self, chunk: jax.Array, position: Any) -> jax.Array:
+        """False where the position is a filler: other devices run a layer meanwhile, so skipping it saves no time."""
+        return position < self.local.chunk_layers[chunk]
 
     def _send(self, value: jax.Array, shift: int) -> jax.Array:
         """Hands an activation to the next device along the ring, or a cotangent to the last one (shift -1)."""
         devices = self.program.schedule.devices
         if devices == 1:
             return value
-        return lax.ppermute(value, "pipe", [(d, (d + shift) % devices) for d in range(devices)])
+        return lax.ppermute(value, AXIS, [(d, (d + shift) % devices) for d in range(devices)])
 
 
-def _when(flag: jax.Array, body: Callable[[Any, Any], Any], operand: Any) -> Any:
-    """`body` where flag is 1, else the operand: a loop of one trip or none, which updates its operands in place.
-
-    A `lax.cond` would copy them (DESIGN trap 2). The scope tells a compiled program's readers how often it runs.
-    """
-    with jax.named_scope(f"{body.__name__}_if_due"):
-        return lax.fori_loop(0, flag, body, operand)
+def _stacked(struct: jax.ShapeDtypeStruct, layers: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((layers, *struct.shape), struct.dtype)
 
 
-def _accumulate(totals: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), totals, grads)
+def _pick(tree: Any, *place: Any) -> Any:
+    return jax.tree.map(lambda leaf: rings.pick(leaf, *place), tree)
 
 
-def _pick(tree: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+def _add(total: jax.Array, grad: jax.Array, place: tuple[Any, ...], valid: jax.Array) -> jax.Array:
+    """Adds a gradient to one place of its accumulator; a bubble's garbage, NaN perhaps, adds zero."""
+    return total.at[place].add(jnp.where(valid, grad.astype(total.dtype), 0))
 
 
 def _map(function: Callable[..., jax.Array], *columns: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(function(*items) for items in zip(*columns, strict=True))
 
 
-def _scan(
-    tick: Callable[[dict[str, Any], Row], dict[str, Any]], carry: dict[str, Any], rows: jax.Array
-) -> dict[str, Any]:
-    return lax.scan(lambda carry, row: (tick(carry, _row(row)), None), carry, rows)[0]
+def _scan(tick: Callable[[State, Row], State], state: State, rows: jax.Array) -> State:
+    return lax.scan(lambda state, row: (tick(dict(state), _row(row)), None), state, rows)[0]
 
 
 def _row(values: jax.Array) -> Row:

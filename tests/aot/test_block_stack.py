@@ -37,7 +37,7 @@ TARGET = TARGET.with_rates(link_gbps=2 * RESIDUAL_BYTES / (K * LAYER_FLOPS / 440
 
 
 @functools.cache
-def compiled(*, pipe=8, chunks=2, microbatches=16, offload="full"):
+def compiled(*, pipe=8, chunks=2, layers=16, microbatches=16, offload="full"):
     """What the pipeline compiles to, and the pipeline."""
     block = pj.as_part(functools.partial(gpt.Block, CONFIG), "block")
     tiny = lambda *_: {"unused": jnp.zeros(32, jnp.bfloat16)}
@@ -54,7 +54,7 @@ def compiled(*, pipe=8, chunks=2, microbatches=16, offload="full"):
                 jnp.float32(1),
             ),
         ),
-        num_layers=pipe * chunks,
+        num_layers=layers,
         mesh=aot.gpu_mesh(pipe=pipe),
         schedule=pj.schedules.Interleaved(chunks=chunks),
         offload=pj.Offload.full() if offload == "full" else pj.Offload.none(),
@@ -81,7 +81,7 @@ def test_full_offload_takes_a_gibibyte_and_a_half():
     assert report.host_bytes == pipe.program.host_slots * RESIDUAL_BYTES
 
 
-@pytest.mark.parametrize("sizes", [{"pipe": 32, "microbatches": 64}, {"microbatches": 64}], ids=str)
+@pytest.mark.parametrize("sizes", [{"pipe": 32, "layers": 64, "microbatches": 64}, {"microbatches": 64}], ids=str)
 def test_memory_and_compile_time_are_flat(sizes):
     base, _ = compiled()
     report, _ = compiled(**sizes)
@@ -135,6 +135,22 @@ def test_backward_does_not_run_the_attention_kernel_again():
         forward + backward,
         backward,
     ]
+
+
+@pytest.mark.parametrize("layers", [14, 32, 48])
+def test_device_memory_is_flat_in_the_layers_of_a_chunk(layers):
+    """Residuals move layer by layer: chunks of two or three take no more than those of one; nor do uneven ones."""
+    report, pipe = compiled(layers=layers)
+    positions = pipe.program.layers
+    print(f"{layers} layers, {positions} a chunk: device temp {report.device_temp_bytes / GIB:.2f} GiB")
+    assert report.device_temp_bytes <= 1.05 * compiled()[0].device_temp_bytes
+    assert report.host_bytes == pipe.program.host_slots * positions * RESIDUAL_BYTES
+    aot.assert_no_ring_copies(report)
+    # The loop over layers and the tick with both F and B, which run most of the time.
+    both = [section for section in report.sections if section.moved("d2h") and section.moved("h2d") and section.depth]
+    assert len(both) == (1 if positions == 1 else 2)
+    for section in both:
+        aot.assert_hidden(report, 0.9, section=section.name)
 
 
 def test_transfers_are_hidden():
