@@ -17,8 +17,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from pipejax.models.attention import Implementation, causal_attention, split_heads
-from pipejax.models.losses import token_loss
 from pipejax.models.norms import normalise
+from pipejax.models.vocabulary import Axis, lookup, token_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +69,20 @@ def _normal(std: float) -> nnx.Initializer:
 class Embed(nnx.Module):
     """Tokens and positions to the first block's input."""
 
+    split_parameters = ("table",)
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.table = nnx.Param(_normal(config.init_std)(rngs.params(), (config.vocab_size, config.hidden_size)))
         self.positions = nnx.Param(_normal(config.init_std)(rngs.params(), (config.max_length, config.hidden_size)))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.dtype = config.dtype
 
-    def __call__(self, batch: Any) -> jax.Array:
+    def __call__(self, batch: Any, *, axis: Axis = None) -> jax.Array:
         """batch["tokens"] int32 [b, s] (and "positions" int32 [b, s], if given) → [b, s, h]."""
         tokens = batch["tokens"]
         positions = batch.get("positions", jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-        x = self.table[...][tokens] + self.positions[...][positions]
-        return self.dropout(x.astype(self.dtype))
+        x = lookup(self.table[...], tokens, self.dtype, axis) + self.positions[...][positions].astype(self.dtype)
+        return self.dropout(x)
 
 
 class Block(nnx.Module):
@@ -115,9 +117,12 @@ class Block(nnx.Module):
 class Head(nnx.Module):
     """Final LayerNorm, logits over the vocabulary, loss. Its table may be tied to the embedding's."""
 
+    split_parameters = ("table",)
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(config.hidden_size, dtype=jnp.float32, rngs=rngs)
         self.table = nnx.Param(_normal(config.init_std)(rngs.params(), (config.vocab_size, config.hidden_size)))
+        self.vocab_size = config.vocab_size
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[b, s, h] → float32 [b, s, vocab]."""
@@ -125,6 +130,7 @@ class Head(nnx.Module):
         table = self.table[...].astype(x.dtype)
         return jnp.einsum("bsh,vh->bsv", x, table, preferred_element_type=jnp.float32)
 
-    def __call__(self, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, batch: Any, *, axis: Axis = None) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weight; see `token_loss`."""
-        return token_loss(self.logits(x), batch)
+        x = normalise(self.norm, x)
+        return token_loss(x, self.table[...], batch, vocab_size=self.vocab_size, axis=axis)

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from pipejax.models.attention import Implementation, causal_attention, split_heads
-from pipejax.models.losses import token_loss
 from pipejax.models.norms import normalise
+from pipejax.models.vocabulary import Axis, lookup, token_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,16 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 class Embed(nnx.Module):
     """Tokens to the first block's input."""
 
+    split_parameters = ("table",)
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         shape = (config.vocab_size, config.hidden_size)
         self.table = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
         self.dtype = config.dtype
 
-    def __call__(self, batch: Any) -> jax.Array:
+    def __call__(self, batch: Any, *, axis: Axis = None) -> jax.Array:
         """batch["tokens"] int32 [b, s] → [b, s, h]."""
-        return self.table[...][batch["tokens"]].astype(self.dtype)
+        return lookup(self.table[...], batch["tokens"], self.dtype, axis)
 
 
 class Block(nnx.Module):
@@ -129,16 +131,20 @@ class Block(nnx.Module):
 class Head(nnx.Module):
     """Final RMSNorm, logits over the vocabulary, loss."""
 
+    split_parameters = ("table",)
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(config.hidden_size, dtype=jnp.float32, rngs=rngs)
         shape = (config.vocab_size, config.hidden_size)
         self.table = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        self.vocab_size = config.vocab_size
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[b, s, h] → float32 [b, s, vocab]."""
         x = normalise(self.norm, x)
         return jnp.einsum("bsh,vh->bsv", x, self.table[...].astype(x.dtype), preferred_element_type=jnp.float32)
 
-    def __call__(self, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, batch: Any, *, axis: Axis = None) -> tuple[jax.Array, jax.Array]:
         """Summed loss and weight; see `token_loss`."""
-        return token_loss(self.logits(x), batch)
+        x = normalise(self.norm, x)
+        return token_loss(x, self.table[...], batch, vocab_size=self.vocab_size, axis=axis)
