@@ -101,7 +101,9 @@ def _loss_forward(
     """The loss, and its gradients for a cotangent of one."""
     rows = table.astype(x.dtype)
 
-    def block(totals: tuple[jax.Array, jax.Array], item: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+    Totals = tuple[jax.Array, jax.Array]
+
+    def block(totals: Totals, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Totals, jax.Array]:
         loss, dtable = totals
         x, targets, weights = item
         added, dlogits = _block_loss(rows, x, targets, weights, vocab_size, axis)
@@ -124,7 +126,7 @@ def _loss_backward(vocab_size: int, axis: Axis, gradients: Any, cotangent: jax.A
 _summed_loss.defvjp(_loss_forward, _loss_backward)
 
 
-def _blocks(x: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, ...]:
+def _blocks(x: jax.Array, targets: jax.Array, weights: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens in blocks [blocks, tokens, ...] of nearly equal size; what fills up the last one weighs nothing."""
     tokens = x.shape[0]
     count = -(-tokens // max(BLOCK_LOGITS // rows, 1))
