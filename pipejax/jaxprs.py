@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 
@@ -24,6 +25,14 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in sub_jaxprs(eqn):
             yield from all_equations(inner)
+
+
+def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of one equation for its operands, literals among them; as if traced where it stood."""
+    # What the equation is annotated with (host compute, scheduling, mesh), and the names that profiles show.
+    with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack)):
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

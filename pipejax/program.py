@@ -1,22 +1,21 @@
 """From a schedule to the integer tables that the runtime scans over: slots, phases, transfers. NumPy only.
 
 A tick of a device runs F of one chunk and B of another, layer by layer: the first layer of F beside the last of B, and
-so on. F's input is taken from an arrival slot (or embedded), B's cotangent from another. For each pair of layers, in
-this order:
+so on. F's input is taken from an arrival slot (or embedded), B's cotangent from another. For each pair of layers:
 
-  1. F:     its residuals are stored in a slot of the device's ring,
-  2. write: or go to a slot of the host ring;
-  3. B:     its residuals are taken from their slot, or were read ahead;
-  4. read:  the residuals of B's next layer, or of the next tick's B, come from the host ring.
+  1. read:  B's residuals come from the host ring, beside
+  2. F:     which stores its residuals in a slot of the device's ring,
+  3. write: or sends them to a slot of the host ring, beside
+  4. B:     which takes its residuals from the device's ring, or those that were read.
 
 Then what the neighbours sent is stored in arrival slots, and on the last stage the head turns F's output into a
 cotangent, stored in a backward arrival slot for a later tick's B.
 
-(2) and (4) only where activations are offloaded. The write runs beside F's last matrix product and B for the layer's
-input, the read beside B for its weights; so neither needs a staging copy, and no more than a layer's residuals are ever
-on the way. In a phase without B nothing would cover the write, so there a layer begins with the write of what the F of
-the layer before left, which runs beside this layer's F. Every slot is given by liveness, per device; where a device has
-nothing to do its garbage goes to a slot that holds nothing at that time.
+(1) and (3) only where activations are offloaded; no more than a layer's residuals are ever on the way. In a phase
+without B nothing would cover the write, so there a layer begins with the write of what the F of the layer before left,
+which runs beside this layer's F. In a phase without F the read for the next layer's B runs beside this one's weight
+gradients. Every slot is given by liveness, per device; where a device has nothing to do its garbage goes to a slot that
+holds nothing at that time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import numpy as np
 from pipejax.schedules.schedule import IntArray, Kind, Schedule
 
 # The moments of a tick at which slots are touched, in the order of the list above.
-_EARLY_WRITE, _FORWARD, _WRITE, _BACKWARD, _READ, _HEAD, _RECEIVE, _MOMENTS = range(8)
+_EARLY_WRITE, _LOAD, _FORWARD, _WRITE, _BACKWARD, _HEAD, _RECEIVE, _MOMENTS = range(8)
 
 COLUMNS = (
     "f_valid",  # 1 where the device runs an F
@@ -50,7 +49,8 @@ COLUMNS = (
     "b_load",
     "b_receive",
     "host_write",  # host ring slot for the residuals of this tick's F
-    "host_read",  # host ring slot of the residuals of the next tick's B
+    "host_load",  # host ring slot of the residuals of this tick's B
+    "host_next",  # of the next tick's B
     # The same on every device, for parts whose parameters are cut over the devices, so that all take part:
     "embed_due",  # 1 where any device's F embeds its input
     "embed_microbatch",
@@ -77,8 +77,6 @@ class Phase:
       start, stop: first tick, and one past the last.
       forward, backward: what the ticks run.
       flush: whether a phase without B has left its last residuals to be written before this one.
-      prefetch: where nothing before this phase has read the residuals of its first B, the tick whose host_read
-        column says where they are; else None.
     """
 
     start: int
@@ -86,7 +84,6 @@ class Phase:
     forward: bool
     backward: bool
     flush: bool
-    prefetch: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,9 +291,8 @@ class _Builder:
         return most
 
     def _host(self, phases: tuple[Phase, ...]) -> int:
-        """Residuals on the host live from F to the tick before B, or to B where a chunk has several layers."""
+        """Residuals on the host live from F to B, of whose layers the last is read at the start of its tick."""
         at = self.at
-        prefetched = {phase.start for phase in phases if phase.prefetch is not None}
         written = {}  # tick of F -> the last moment of its write
         following = 0
         for phase in reversed(phases):
@@ -308,14 +304,9 @@ class _Builder:
         for device in range(self.schedule.devices):
             spans = []
             for s, i in self._passes_on(device):
-                f, b = int(at[Kind.F][s, i]), int(at[Kind.B][s, i])
-                span = _Span.between("host_write", f, _WRITE, "host_read", b - 1, _READ)
-                if self.layers > 1:
-                    span = dataclasses.replace(span, end=b * _MOMENTS + _READ)
-                elif b in prefetched:
-                    # Read after the flush at the start of B's phase, if there is one.
-                    span = dataclasses.replace(span, end=b * _MOMENTS + _EARLY_WRITE)
-                spans.append(span)
+                f, b = at[Kind.F][s, i], at[Kind.B][s, i]
+                read = _LOAD if self.layers == 1 else _BACKWARD
+                spans.append(_Span.between("host_write", f, _WRITE, "host_load", b, read))
             used = {span.write_tick for span in spans}
             spans += [
                 dataclasses.replace(_Span.instant("host_write", tick, _WRITE), end=end)
@@ -323,6 +314,7 @@ class _Builder:
                 if tick not in used
             ]
             most = max(most, self._allocate(device, spans))
+        self.columns["host_next"][:, :-1] = self.columns["host_load"][:, 1:]
         return most
 
 
@@ -363,7 +355,6 @@ def _garbage(ticks: np.ndarray, spans: list[_Span], writer: str, moment: int) ->
 def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tuple[Phase, ...]:
     phases: list[Phase] = []
     unwritten = False  # the last F's residuals
-    reading = False  # the last tick read ahead
     kinds = list(zip(forward.tolist(), backward.tolist(), strict=True))
     start = 0
     for stop in range(1, len(kinds) + 1):
@@ -371,9 +362,7 @@ def _phases(forward: np.ndarray, backward: np.ndarray, *, offload: bool) -> tupl
             continue
         f, b = kinds[start]
         if f or b:
-            prefetch = start - 1 if offload and b and not reading else None
-            phases.append(Phase(start, stop, f, b, flush=unwritten and b, prefetch=prefetch))
+            phases.append(Phase(start, stop, f, b, flush=unwritten and b))
             unwritten = offload and not b
-        reading = b
         start = stop
     return tuple(phases)

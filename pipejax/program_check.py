@@ -38,8 +38,8 @@ class _Walk:
         for phase in self.program.phases:
             if phase.flush:
                 self._write()
-            if phase.prefetch is not None:
-                self._read(phase.prefetch)
+            if phase.backward and not phase.forward:
+                self._read("host_load", phase.start)
             for tick in range(phase.start, phase.stop):
                 self._tick(tick, forward=phase.forward, backward=phase.backward)
         schedule = self.program.schedule
@@ -55,17 +55,19 @@ class _Walk:
             self.slots["host", device, slot] = unit
         self.out = {}
 
-    def _read(self, tick: int) -> None:
+    def _read(self, column: str, tick: int) -> None:
         for device in range(self.program.schedule.devices):
-            self.arrived[device] = self.slots.get(("host", device, self._at("host_read", device, tick)))
+            self.arrived[device] = self.slots.get(("host", device, self._at(column, device, tick)))
 
     def _tick(self, tick: int, *, forward: bool, backward: bool) -> None:
         program = self.program
         devices = program.schedule.devices
         last = devices * program.schedule.chunks - 1
-        arrived = dict(self.arrived)
         if program.offload and not backward:
             self._write()
+        if program.offload and forward and backward:
+            self._read("host_load", tick)
+        arrived = dict(self.arrived)
         sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
         heads: dict[int, Any] = {}
         for device in range(devices if forward else 0):
@@ -95,7 +97,7 @@ class _Walk:
                 self._expect("dy", device, tick, "b_source", (stage + 1, unit[1]))
                 self._expect("kept", device, tick, "b_load", unit)
                 if program.offload and program.layers > 1:
-                    self._expect("host", device, tick - 1, "host_read", unit)
+                    self._expect("host", device, tick, "host_load", unit)
                 if program.offload and arrived.get(device) != unit:
                     raise ProgramError(
                         f"device {device}, tick {tick}: B of stage {stage}, microbatch {unit[1]} finds residuals of "
@@ -103,8 +105,8 @@ class _Walk:
                     )
                 self.done.add((Kind.B, *unit))
             sent[Kind.B][device] = unit if valid else None
-        if program.offload and backward:
-            self._read(tick)
+        if program.offload and backward and not forward:
+            self._read("host_next", tick)
         for device, unit in heads.items():
             self.slots["dy", device, self._at("head_store", device, tick)] = unit
         for device in range(devices):

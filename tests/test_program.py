@@ -56,7 +56,7 @@ def refusal(program):
     return ""
 
 
-@pytest.mark.parametrize("column", ["host_write", "host_read"])
+@pytest.mark.parametrize("column", ["host_write", "host_load"])
 def test_a_wrong_host_slot_is_found(column):
     program = build(Interleaved(chunks=2), 2, 4, offload=True)
     table = program.table.copy()

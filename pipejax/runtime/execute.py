@@ -18,6 +18,7 @@ from pipejax.offload import Fates
 from pipejax.program import Program
 from pipejax.runtime.ends import AXIS, Ends, Functions
 from pipejax.runtime.residuals import Block, Layer, analyse
+from pipejax.runtime.split import split
 from pipejax.runtime.step import Local, Step
 
 
@@ -116,7 +117,8 @@ class Executor:
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), local.layers)
         residuals = analyse(self.block, self.fates, one, x, microbatch, key)
         layer = Layer(block=self.block, fates=self.fates, residuals=residuals)
-        return Step(program=program, ends=ends, layer=layer, local=local, x=x, fill=self.fill)
+        halves = split(layer.backward, one, residuals.structs, x, microbatch, key)
+        return Step(program=program, ends=ends, layer=layer, split=halves, local=local, x=x, fill=self.fill)
 
     def _layer_keys(self, key: Any, first_layer: jax.Array, chunk: jax.Array, microbatch: jax.Array) -> Any:
         if key is None:

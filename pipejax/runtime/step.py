@@ -19,6 +19,7 @@ from pipejax.program import COLUMNS, Phase, Program
 from pipejax.runtime import rings
 from pipejax.runtime.ends import AXIS, Ends, Row
 from pipejax.runtime.residuals import Layer
+from pipejax.runtime.split import Split
 
 State = dict[str, Any]
 
@@ -69,7 +70,8 @@ class Step:
     Attributes:
       program: the tables' meaning; the table itself comes in as an argument, sharded.
       ends: embedding and head.
-      layer: F and B of a layer.
+      layer: F of a layer.
+      split: its B and its W.
       local: parameters and data.
       x: shape and dtype of one microbatch's activations.
       fill: what rings hold before anything is stored (NaN in tests).
@@ -78,6 +80,7 @@ class Step:
     program: Program
     ends: Ends
     layer: Layer
+    split: Split
     local: Local
     x: jax.ShapeDtypeStruct
     fill: float
@@ -155,8 +158,8 @@ class Step:
             # Nothing is waiting to be written: the first write puts the filling where it is already.
             nothing = tuple(rings.filled(struct, self.fill) for struct in moved)
             state["out"] = nothing, _row(table[phase.start])["host_write"], jnp.int32(0)
-        if phase.prefetch is not None:
-            state = self._read(state, _row(table[phase.prefetch])["host_read"], self.program.layers - 1)
+        if phase.backward and not phase.forward:
+            state = self._read_ahead(state, _row(table[phase.start])["host_load"], self.program.layers - 1)
         return state
 
     def _write(self, state: State, values: tuple[jax.Array, ...], slot: Any, position: Any) -> State:
@@ -164,10 +167,13 @@ class Step:
         host = _map(lambda ring, value: rings.store_host(ring, value, slot, position), state["host"], values)
         return {**state, "host": host}
 
-    def _read(self, state: State, slot: jax.Array, position: Any) -> State:
-        """Starts the way back of a layer's residuals, for the next B of a layer."""
-        arriving = _map(lambda ring: rings.load_host(ring, slot, position), state["host"])
-        return {**state, "in": arriving, "in_slot": slot}
+    def _read(self, state: State, slot: jax.Array, position: Any) -> tuple[jax.Array, ...]:
+        """Starts the way of a layer's residuals back from the host."""
+        return _map(lambda ring: rings.load_host(ring, slot, position), state["host"])
+
+    def _read_ahead(self, state: State, slot: jax.Array, position: Any) -> State:
+        """The same for the layer whose B comes next, in a phase without F."""
+        return {**state, "in": self._read(state, slot, position), "in_slot": slot}
 
     def _tick(self, state: State, row: Row, phase: Phase) -> State:
         state = dict(state)
@@ -185,7 +191,8 @@ class Step:
 
         last = self.program.layers - 1
         if last:
-            # XLA would unroll a loop of one trip, and copy host rings that are read before they are written.
+            # XLA would unroll a loop of one trip, and mix the transfers of two layers (compiled: half as much memory
+            # again, a fourth of the transfers exposed).
             trips = lax.optimization_barrier(jnp.int32(1)) if last == 1 else last
             state = lax.fori_loop(0, trips, layer, state)
         state = self._layer(last, state, row, f, b, last=True)
@@ -204,14 +211,20 @@ class Step:
 
     def _layer(self, position: Any, state: State, row: Row, f: _Pass | None, b: _Pass | None, *, last: bool) -> State:
         """F of the chunk's layer at a position, and B of that as far from the chunk's end."""
-        state = dict(state)
+        state, mirrored = dict(state), self.program.layers - 1 - position
+        offload = self.program.offload
+        if offload and f is not None and b is None:
+            state = self._write(state, *state["out"])
+        if offload and f is not None and b is not None:
+            state["in"] = self._read(state, row["host_load"], mirrored)
         if f is not None:
-            if self.program.offload and b is None:
-                state = self._write(state, *state["out"])
             state, moved = self._forward(position, state, row, f)
-            if self.program.offload and b is None:
+            if offload and b is None:
                 state["out"] = moved, row["host_write"], jnp.int32(position)
-            elif self.program.offload:
+            elif offload:
+                # The reads run beside F, the writes from here on: in turns, and in place.
+                tied = state["forward"], state["in"], state["host"]
+                state["forward"], state["in"], state["host"] = lax.optimization_barrier(tied)
                 state = self._write(state, moved, row["host_write"], position)
             if last:
                 state["x"] = rings.store(state["x"], self._send(state["forward"], 1), row["f_receive"])
@@ -220,7 +233,7 @@ class Step:
                 # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
                 state["forward"], chunk = lax.optimization_barrier((state["forward"], b.chunk))
                 b = dataclasses.replace(b, chunk=chunk)
-            state = self._backward(self.program.layers - 1 - position, state, row, b, last=last)
+            state = self._backward(mirrored, state, row, b, ahead=offload and f is None, last=last)
             if last:
                 state["dy"] = rings.store(state["dy"], self._send(state["backward"], -1), row["b_receive"])
         return state
@@ -240,27 +253,28 @@ class Step:
         }
         return state, moved
 
-    def _backward(self, position: Any, state: State, row: Row, b: _Pass, *, last: bool) -> State:
-        """B and W of one layer, and the read for the next one."""
+    def _backward(self, position: Any, state: State, row: Row, b: _Pass, *, ahead: bool, last: bool) -> State:
+        """B and W of one layer; `ahead` starts the read for the next B."""
         dy = state["backward"]
         loaded = [rings.load(ring, row["b_load"], position) for ring in state["kept"]]
         state["kept"] = tuple(ring for _, ring in loaded)
         values = self.layer.residuals.merge(tuple(value for value, _ in loaded), state.pop("in", ()))
-        params = _pick(self.local.layers, b.chunk, position)
-        dparams, dx = self.layer.backward(params, values, dy, b.batch, _pick(b.keys, position))
+        params, keys = _pick(self.local.layers, b.chunk, position), _pick(b.keys, position)
+        dx, stash = self.split.backward(params, values, dy, b.batch, keys)
         there = self._holds_a_layer(b.chunk, position)
         dx = dx if self.local.uniform else jnp.where(there, dx, dy)
 
-        # Once dx is there the residuals are free, and the weight gradients still to be computed. So F's send ends here,
-        # and the reads for the next B and B's own send start; without this tie XLA stages what it reads in a copy.
-        dx, (arrived, host) = lax.optimization_barrier((dx, (state["x"] if last else (), state.get("host", ()))))
+        # Weight gradients come after dx, whatever XLA would choose: F's send ends and B's own starts here, and in a
+        # phase without F the reads for the next B, into what the residuals leave free.
+        tied = state["x"] if last else (), state["host"] if ahead else ()
+        (state["backward"], stash), (arrived, host) = lax.optimization_barrier(((dx, stash), tied))
         if last:
             state["x"] = arrived
-        if self.program.offload:
+        if ahead:
             state["host"] = host
-            slot, following = (row["host_read"], self.program.layers - 1) if last else (state["in_slot"], position - 1)
-            state = self._read(state, slot, following)
-        state["backward"] = dx
+            following = (row["host_next"], self.program.layers - 1) if last else (state["in_slot"], position - 1)
+            state = self._read_ahead(state, *following)
+        dparams = self.split.weights(params, stash, b.batch, keys)
         layers = jax.tree.map(
             lambda total, grad: _add(total, grad, (b.chunk, position), b.valid & there),
             state["grads"]["layers"],
