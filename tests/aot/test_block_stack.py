@@ -74,10 +74,10 @@ def sends(section):
     return [collective for collective in section.collectives if collective.kind == "collective-permute"]
 
 
-def test_full_offload_takes_a_gibibyte_and_a_half():
+def test_full_offload_takes_a_gibibyte_and_a_third():
     report, pipe = compiled()
     print(f"p=8 v=2 m=16: device temp {report.device_temp_bytes / GIB:.2f} GiB, host {report.host_bytes / GIB:.2f}")
-    assert report.device_temp_bytes <= 1.55 * GIB
+    assert report.device_temp_bytes <= 1.35 * GIB
     assert report.host_bytes == pipe.program.host_slots * RESIDUAL_BYTES
 
 
@@ -85,7 +85,7 @@ def test_full_offload_takes_a_gibibyte_and_a_half():
 def test_memory_and_compile_time_are_flat(sizes):
     base, _ = compiled()
     report, _ = compiled(**sizes)
-    assert report.device_temp_bytes <= 1.05 * base.device_temp_bytes
+    assert report.device_temp_bytes <= 1.1 * base.device_temp_bytes
     for what in ("transfers", "copies", "kernels"):
         assert [len(getattr(s, what)) for s in report.sections] == [len(getattr(s, what)) for s in base.sections]
     # A shared machine; a program that grew with m would take 4 times as long.
@@ -142,15 +142,16 @@ def test_device_memory_is_flat_in_the_layers_of_a_chunk(layers):
     """Residuals move layer by layer: chunks of two or three take no more than those of one; nor do uneven ones."""
     report, pipe = compiled(layers=layers)
     positions = pipe.program.layers
-    print(f"{layers} layers, {positions} a chunk: device temp {report.device_temp_bytes / GIB:.2f} GiB")
-    assert report.device_temp_bytes <= 1.05 * compiled()[0].device_temp_bytes
+    # Weight gradients grow with the layers, and which of them are temporary XLA decides: so all but those.
+    print(f"{layers} layers, {positions} a chunk: beyond weights and gradients {report.activation_bytes / GIB:.2f} GiB")
+    assert report.activation_bytes <= 1.1 * compiled()[0].activation_bytes
     assert report.host_bytes == pipe.program.host_slots * positions * RESIDUAL_BYTES
     aot.assert_no_ring_copies(report)
     # The loop over layers and the tick with both F and B, which run most of the time.
     both = [section for section in report.sections if section.moved("d2h") and section.moved("h2d") and section.depth]
     assert len(both) == (1 if positions == 1 else 2)
     for section in both:
-        aot.assert_hidden(report, 0.9, section=section.name)
+        aot.assert_hidden(report, 0.99, section=section.name)
 
 
 def test_transfers_are_hidden():
