@@ -17,14 +17,24 @@ import subprocess
 import sys
 import tempfile
 
+from pipejax.aot.targets import Target, load_target
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One XLA flag: its name without dashes, its value, and why it is set."""
+    """One XLA flag.
+
+    Attributes:
+      name: without dashes.
+      value: as XLA's compiler options take it.
+      why: it is set.
+      below: the CUDA compute capability from which on XLA sets it by itself; None where it never does.
+    """
 
     name: str
     value: str | int | bool
     why: str
+    below: int | None = None
 
     def __str__(self) -> str:
         value = str(self.value).lower() if isinstance(self.value, bool) else self.value
@@ -35,7 +45,8 @@ _WANTED = (
     Flag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "spreads transfers over compute; on by default for some GPUs only, and not for A100",
+        "spreads transfers over compute; on by default from H100 on, not for A100",
+        below=9,
     ),
     Flag(
         "xla_gpu_experimental_parallel_async_compute_limit",
@@ -82,9 +93,23 @@ class XlaFlags:
         os.environ["XLA_FLAGS"] = " ".join([*there.split(), *added])
 
 
-def xla_flags() -> XlaFlags:
-    """The flags that pipelines want on GPUs, without those that the installed XLA doesn't know."""
-    return XlaFlags(tuple(flag for flag in _WANTED if flag.name in _accepted(importlib.metadata.version("jaxlib"))))
+def xla_flags(target: str | os.PathLike[str] | Target | None = None) -> XlaFlags:
+    """The flags that pipelines want on GPUs, without those that the installed XLA doesn't know.
+
+    Args:
+      target: which GPU, by its name, a TOML file or a `Target`; None for the set that serves any.
+
+    Raises:
+      ValueError: no such target.
+    """
+    if target is None:
+        capability = 0
+    else:
+        capability = (target if isinstance(target, Target) else load_target(target)).compute_capability
+    known = _accepted(importlib.metadata.version("jaxlib"))
+    return XlaFlags(
+        tuple(flag for flag in _WANTED if flag.name in known and (flag.below is None or capability < flag.below))
+    )
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipejax import train
 from pipejax.aot.compiling import compile_for_gpu
@@ -121,6 +121,46 @@ def compile_step(
       microbatch_size: samples in each.
     """
     mesh = gpu_mesh(pipe=pipe, target=target)
+    trainer, batch = make_trainer(
+        model,
+        mesh=mesh,
+        schedule=schedule,
+        offload=offload,
+        microbatches=microbatches,
+        microbatch_size=microbatch_size,
+    )
+    pipeline = trainer.pipe
+    lowered = trainer.step.lower(
+        abstract(trainer.structs, trainer.shardings), abstract(batch, NamedSharding(mesh, PartitionSpec()))
+    )
+    ticks = pipeline.plan.slots
+    trips = {
+        "_if_due": microbatches / ticks,  # embedding and head, once a microbatch, whichever device has them
+    }
+    compiled = report(compile_for_gpu(lowered), target=target, devices=pipe, unknown_trips=trips)
+    tokens = microbatches * microbatch_size * model.length
+    flops = _model_flops(pipeline, batch, tokens, model)
+    timeline = simulate(pipeline.plan, Costs())
+    seconds = compiled.projected.step_seconds
+    return StepReport(
+        report=compiled,
+        tokens=tokens,
+        model_flops=flops,
+        mfu=flops / (pipe * target.peak_bf16_flops * seconds),
+        bubble=float(timeline.bubble / timeline.makespan),
+    )
+
+
+def make_trainer(
+    model: Model,
+    *,
+    mesh: Mesh,
+    schedule: ScheduleSpec,
+    offload: Offload,
+    microbatches: int,
+    microbatch_size: int,
+) -> tuple[train.Trainer, dict[str, jax.ShapeDtypeStruct]]:
+    """The step of a model with AdamW on a mesh, and the batch that it takes, as shapes."""
     pipeline = Pipeline(
         embed=model.embed,
         block=model.block,
@@ -133,26 +173,7 @@ def compile_step(
     )
     samples = microbatches * microbatch_size
     batch = {name: jax.ShapeDtypeStruct((samples, *leaf.shape), leaf.dtype) for name, leaf in model.batch.items()}
-    trainer = train.Trainer(pipeline, train.make_optimizer(train.OptimizerConfig(), 1000), batch=batch, seed=0)
-    lowered = trainer.step.lower(
-        abstract(trainer.structs, trainer.shardings), abstract(batch, NamedSharding(mesh, PartitionSpec()))
-    )
-    ticks = pipeline.plan.slots
-    trips = {
-        "_if_due": microbatches / ticks,  # embedding and head, once a microbatch, whichever device has them
-    }
-    compiled = report(compile_for_gpu(lowered), target=target, devices=pipe, unknown_trips=trips)
-    tokens = samples * model.length
-    flops = _model_flops(pipeline, batch, tokens, model)
-    timeline = simulate(pipeline.plan, Costs())
-    seconds = compiled.projected.step_seconds
-    return StepReport(
-        report=compiled,
-        tokens=tokens,
-        model_flops=flops,
-        mfu=flops / (pipe * target.peak_bf16_flops * seconds),
-        bubble=float(timeline.bubble / timeline.makespan),
-    )
+    return train.Trainer(pipeline, train.make_optimizer(train.OptimizerConfig(), 1000), batch=batch, seed=0), batch
 
 
 def _model_flops(pipeline: Pipeline, batch: Any, tokens: int, model: Model) -> float:

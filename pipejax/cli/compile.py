@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("rates to project with, instead of the target's")
     rates.add_argument("--tflops", type=float, metavar="X", help="sustained by bf16 matrix products")
     rates.add_argument("--link-gbps", type=float, metavar="X", help="GB/s between host and device, in one direction")
+    parser.add_argument("--measure", action="store_true", help="run the step on this machine's GPUs as well")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -48,25 +50,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("name a model (--list shows them) and pass --pipe, as in: compile gpt-10.5b --pipe 8.")
     target = load_target(arguments.target).with_rates(tflops=arguments.tflops, link_gbps=arguments.link_gbps)
 
-    from pipejax.aot import trainstep
+    from pipejax.aot import measuring, trainstep
     from pipejax.aot.topology import PluginMissingError
     from pipejax.offload import Offload
     from pipejax.schedules import by_name
 
     model = trainstep.load_model(arguments.config, length=arguments.seq)
+    how: dict[str, Any] = {
+        "schedule": by_name(arguments.schedule, chunks=arguments.chunks or _chunks(arguments, model.num_layers)),
+        "offload": Offload.full() if arguments.offload == "full" else Offload.none(),
+        "microbatches": arguments.microbatches or 2 * arguments.pipe,
+        "microbatch_size": arguments.microbatch_size,
+    }
+    mesh = measuring.gpu_mesh_here(pipe=arguments.pipe) if arguments.measure else None
     try:
-        step = trainstep.compile_step(
-            model,
-            target=target,
-            pipe=arguments.pipe,
-            schedule=by_name(arguments.schedule, chunks=arguments.chunks or _chunks(arguments, model.num_layers)),
-            offload=Offload.full() if arguments.offload == "full" else Offload.none(),
-            microbatches=arguments.microbatches or 2 * arguments.pipe,
-            microbatch_size=arguments.microbatch_size,
-        )
+        step = trainstep.compile_step(model, target=target, pipe=arguments.pipe, **how)
     except PluginMissingError as error:
         raise ValueError(str(error)) from error
     figures = summary(step)
+    if mesh is not None:
+        measuring.check_pool(step.report.host_bytes)
+        figures["measured"] = dataclasses.asdict(measuring.measure_step(model, mesh=mesh, target=target, **how))
     print(json.dumps(figures, indent=2) if arguments.json else _text(figures))
     if not figures["fits"]:
         print(f"pipejax compile: the step does not fit {target.name}; see the totals.", file=sys.stderr)
@@ -105,6 +109,7 @@ def summary(step: Any) -> dict[str, Any]:
             else "",
         },
         "compile_seconds": report.compile_seconds,
+        "link_gbps": target.pcie_rate / 1e9,
         "collectives": report.collective_bytes(),
         "ring_copies": [f"{copy.name} {copy.shape}" for copy in report.ring_copies],
         "transfers": {
@@ -146,7 +151,23 @@ def _text(figures: dict[str, Any]) -> str:
         "assuming that",
         *(f"  {sentence}" for sentence in projected["assumptions"]),
     ]
+    if "measured" in figures:
+        lines += ["", *_beside(figures)]
     return "\n".join(lines)
+
+
+def _beside(figures: dict[str, Any]) -> list[str]:
+    """Projected beside measured."""
+    measured, seconds = figures["measured"], figures["projected"]["step_seconds"]
+    peak = measured["device_peak_bytes"]
+    rows = [
+        ("step", f"{seconds:.3f} s", f"{measured['step_seconds']:.3f} s"),
+        ("device memory", _gib(figures["peak_device_bytes"]), "not counted" if peak is None else _gib(peak)),
+        ("to the host", f"{figures['link_gbps']:.1f} GB/s", f"{measured['d2h_gbps']:.1f} GB/s"),
+        ("back", f"{figures['link_gbps']:.1f} GB/s", f"{measured['h2d_gbps']:.1f} GB/s"),
+    ]
+    head = ("", "projected", f"measured on {measured['device']}")
+    return [f"{name:<16}{ours:<16}{theirs}" for name, ours, theirs in (head, *rows)]
 
 
 def _gib(size: float) -> str:

@@ -108,7 +108,7 @@ def test_lists(capsys):
         (["gpt-9b", "--pipe", "2"], "there is no model 'gpt-9b'; give one of gpt-tiny, "),
         (["gpt-tiny"], "name a model (--list shows them) and pass --pipe"),
         (["gpt-tiny", "--pipe", "2", "--target", "h900"], "there is no target 'h900'; give one of a100-40g, "),
-        (["gpt-tiny", "--pipe", "2", "--schedule", "zb-v"], "cannot run in the pipeline yet"),
+        (["gpt-tiny", "--pipe", "2", "--schedule", "zb-9"], "no schedule is called 'zb-9'; the names are gpipe, "),
         (["nothing.py", "--pipe", "2"], "nothing.py"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

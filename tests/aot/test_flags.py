@@ -22,6 +22,16 @@ def test_all_that_is_wanted_is_known_to_both_versions(cache):
     assert all(flag.why for flag in flags._WANTED)
 
 
+def test_a_target_gets_what_xla_does_not_set_for_it(cache):
+    scheduler = "xla_gpu_enable_latency_hiding_scheduler"
+    names = {target: {flag.name for flag in aot.xla_flags(target).flags} for target in aot.target_names()}
+    assert {target for target, found in names.items() if scheduler in found} == {"a100-40g", "a100-80g"}
+    assert all(found - {scheduler} == names["h100-80g"] for found in names.values())
+    assert aot.xla_flags(aot.load_target("b200")) == aot.xla_flags("b200")
+    with pytest.raises(ValueError, match="no target 'h900'"):
+        aot.xla_flags("h900")
+
+
 def test_what_was_found_is_remembered_for_this_version(cache, monkeypatch):
     aot.xla_flags()
     (file,) = (cache / "pipejax").iterdir()

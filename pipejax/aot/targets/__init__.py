@@ -9,6 +9,7 @@ import dataclasses
 import importlib.resources
 import os
 import pathlib
+import re
 import tomllib
 from typing import Any
 
@@ -59,6 +60,12 @@ class Target:
     node_host_bytes: int
     target_config: str
     peak_bf16_flops: float
+
+    @property
+    def compute_capability(self) -> int:
+        """CUDA's major compute capability; 0 where `target_config` names none."""
+        found = re.search(r"cuda_compute_capability\s*\{\s*major:\s*(\d+)", self.target_config)
+        return int(found[1]) if found else 0
 
     def with_rates(self, *, tflops: float | None = None, link_gbps: float | None = None) -> Target:
         """The same target with a sustained bf16 rate in TFLOP/s, or a host link in GB/s and direction, of one's own."""
