@@ -209,7 +209,8 @@ def _assumptions(target: Target, guessed: Trips) -> tuple[str, ...]:
     found = [
         f"matrix products sustain {target.matmul_flops['bf16'] / 1e12:.0f} TFLOP/s in bf16",
         f"device memory sustains {target.hbm_rate / giga:.0f} GB/s",
-        f"host and device exchange {target.pcie_rate / giga:.0f} GB/s in a direction, {turns}",
+        f"host and device exchange {target.pcie_rate / giga:.0f} GB/s in a direction, {turns} "
+        f"(PCIe {target.pcie_generation}.0, {target.pcie_shared_by} GPUs at a switch)",
         f"GPUs of a node exchange {target.nvlink_rate / giga:.0f} GB/s in a direction, nodes of {target.node_gpus} "
         f"{target.network_rate / giga:.0f} GB/s for each GPU",
         f"a kernel takes {costs.LAUNCH_SECONDS * 1e6:.0f} us to launch",

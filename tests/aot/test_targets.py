@@ -25,6 +25,32 @@ def test_figures_are_plausible(name):
     assert f"memory_bandwidth: {int(target.hbm_rate / 0.85 / 1e9)}" in target.target_config or name == "h100-80g"
 
 
+@pytest.mark.parametrize(
+    ("name", "bf16", "hbm", "pcie", "shared_by", "host"),
+    [
+        ("a100-40g", 312, 1555, 4, 2, 1),
+        ("a100-80g", 312, 2039, 4, 2, 2),
+        ("h100-80g", 989.4, 3350, 5, 2, 2),
+        ("h200-141g", 989.4, 4800, 5, 1, 2),
+        ("b200", 2250, 8000, 5, 2, 2),
+    ],
+)
+def test_figures_are_the_data_sheets(name, bf16, hbm, pcie, shared_by, host):
+    target = aot.load_target(name)
+    assert target.peak_bf16_flops == pytest.approx(bf16 * 1e12)
+    assert target.hbm_rate == pytest.approx(0.85 * hbm * 1e9)
+    assert (target.pcie_generation, target.pcie_shared_by) == (pcie, shared_by)
+    assert (target.node_gpus, target.node_host_bytes) == (8, host * 10**12)
+
+
+def test_what_the_paper_sustained():
+    rates = {name: aot.load_target(name) for name in ("a100-80g", "h100-80g")}
+    assert rates["a100-80g"].matmul_flops["bf16"] == pytest.approx(220e12, rel=0.01)
+    assert rates["h100-80g"].matmul_flops["bf16"] == pytest.approx(440e12, rel=0.01)
+    assert rates["a100-80g"].pcie_rate == pytest.approx(15e9, rel=0.02)
+    assert rates["h100-80g"].pcie_rate == pytest.approx(21e9, rel=0.02)
+
+
 def test_rates_of_ones_own():
     target = aot.load_target("h100-80g").with_rates(tflops=100, link_gbps=7)
     assert target.matmul_flops["bf16"] == pytest.approx(100e12)

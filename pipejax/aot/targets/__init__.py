@@ -21,6 +21,7 @@ _FIELDS = {
         "nvlink_sustained",
         "network_gbps",
         "pcie_generation",
+        "pcie_shared_by",
         "pcie_gbps",
         "pcie_sustained",
         "pcie_duplex",
@@ -41,7 +42,9 @@ class Target:
       hbm_rate: bytes/s of device memory.
       nvlink_rate: bytes/s in one direction between GPUs of a node.
       network_rate: bytes/s in one direction of one GPU between nodes.
-      pcie_rate: bytes/s in one direction between host and device.
+      pcie_rate: bytes/s in one direction between host and device, while all that share the way use it.
+      pcie_generation: 4 for PCIe 4.0.
+      pcie_shared_by: GPUs at one switch, which share the way to the host.
       pcie_duplex: whether both directions run at that rate at once; else they take turns.
       node_gpus, node_host_bytes: GPUs and host memory of a node.
       target_config: `GpuTargetConfigProto` in text form, for XLA's compiler.
@@ -55,6 +58,8 @@ class Target:
     nvlink_rate: float
     network_rate: float
     pcie_rate: float
+    pcie_generation: int
+    pcie_shared_by: int
     pcie_duplex: bool
     node_gpus: int
     node_host_bytes: int
@@ -126,6 +131,8 @@ def _target(name: str, data: dict[str, Any]) -> Target:
         nvlink_rate=links["nvlink_gbps"] * giga * links["nvlink_sustained"],
         network_rate=links["network_gbps"] * giga * links["nvlink_sustained"],
         pcie_rate=links["pcie_gbps"] * giga * links["pcie_sustained"],
+        pcie_generation=links["pcie_generation"],
+        pcie_shared_by=links["pcie_shared_by"],
         pcie_duplex=links["pcie_duplex"],
         node_gpus=node["gpus"],
         node_host_bytes=node["host_bytes"],
