@@ -1,4 +1,4 @@
-"""The same stack by other means: autodiff through a scanned circular pipeline, and tensor parallelism."""
+"""The same stack by other means: autodiff through a scanned circular pipeline, tensor and data parallelism."""
 
 from __future__ import annotations
 
@@ -118,3 +118,44 @@ def tensor_parallel(sizes: Sizes, mesh: Mesh) -> Program:
     shardings = {name: leaf.sharding for name, leaf in structs.items()}
     out = (NamedSharding(mesh, PartitionSpec()), shardings)
     return Program(jax.jit(step, out_shardings=out), (structs, inputs, inputs))
+
+
+def data_parallel(sizes: Sizes, mesh: Mesh) -> Program:
+    """Every device has all layers and a share of the microbatches, one by one, every layer recomputed from its input.
+
+    Gradients are summed over the devices once, at the end of the step.
+
+    Args:
+      sizes: of the stack; its devices are those of the mesh. Where they do not divide the microbatches, some run on
+        zeros.
+      mesh: with the axis `pipe`, used here for the shares of the batch.
+    """
+    layer = jax.checkpoint(block, prevent_cse=False)
+
+    def total(params: Any, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        y, _ = lax.scan(lambda x, layer_params: (layer(layer_params, x), None), x, params)
+        return loss(y, cotangent)
+
+    def share(params: Any, inputs: jax.Array, cotangents: jax.Array) -> Any:
+        def one(carry: Any, item: Any) -> Any:
+            value, grads = jax.value_and_grad(total)(params, item[0][None], item[1][None])
+            return (carry[0] + value, jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[1], grads)), None
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        return lax.psum(lax.scan(one, (jnp.float32(0), zeros), (inputs, cotangents))[0], "pipe")
+
+    rest, shared = PartitionSpec(), PartitionSpec("pipe")
+    mapped = jax.shard_map(share, mesh=mesh, in_specs=(rest, shared, shared), out_specs=rest, check_vma=False)
+
+    def step(params: Any, inputs: jax.Array, cotangents: jax.Array) -> Any:
+        missing = -sizes.microbatches % sizes.devices
+        filled = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x for x in (inputs, cotangents))
+        return mapped(params, *filled)
+
+    replicated = NamedSharding(mesh, rest)
+    structs = {
+        name: jax.ShapeDtypeStruct((sizes.layers, *leaf.shape), leaf.dtype, sharding=replicated)
+        for name, leaf in layer_structs(sizes).items()
+    }
+    inputs = aot.abstract(sizes.inputs, replicated)
+    return Program(jax.jit(step, out_shardings=replicated), (structs, inputs, inputs))

@@ -51,6 +51,7 @@ def stacked_as(leaf, struct):
 QUICK = (
     "circular, autodiff, named activations saved",
     "tensor parallel, full recomputation",
+    "data parallel, full recomputation",
     "pipejax interleaved, full offload",
 )
 
