@@ -87,16 +87,23 @@ def load_model(name: str, *, length: int | None) -> Model:
         return Model(name, embed, block, head, model.num_layers, length, {"tokens": tokens, "targets": tokens})
     if not name.endswith(".py"):
         raise ValueError(f"there is no model {name!r}; give one of {', '.join(models)}, or a Python file.")
-    found = runpy.run_path(name)
+    try:
+        found = runpy.run_path(name)
+    except OSError:
+        raise
+    except Exception as error:  # whatever the user's code does
+        raise ValueError(f"{name} does not run: {type(error).__name__}: {error}.") from error
     missing = [wanted for wanted in ("embed", "block", "head", "num_layers", "batch") if wanted not in found]
     if missing:
         raise ValueError(f"{name} does not define {', '.join(missing)}; see pipejax.aot.trainstep.load_model.")
     length = length or found.get("length")
     if length is None:
         raise ValueError(f"{name} defines no length; pass --seq.")
-    return Model(
-        name, found["embed"], found["block"], found["head"], found["num_layers"], length, dict(found["batch"](length))
-    )
+    try:
+        batch = dict(found["batch"](length))
+    except Exception as error:
+        raise ValueError(f"{name}: batch({length}) does not run: {type(error).__name__}: {error}.") from error
+    return Model(name, found["embed"], found["block"], found["head"], found["num_layers"], length, batch)
 
 
 def compile_step(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
 GIB = 2**30
+_ABOVE_ZERO = ("pipe", "chunks", "seq", "microbatches", "microbatch-size", "tflops", "link-gbps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError: something cannot work, with what to change.
     """
+    # XLA warns that it makes the rings by computing on the host, which it then does not; JAX reads this at its import.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from pipejax.aot.targets import load_target, target_names
     from pipejax.models.named import named_models
 
@@ -48,6 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.config is None or arguments.pipe is None:
         raise ValueError("name a model (--list shows them) and pass --pipe, as in: compile gpt-10.5b --pipe 8.")
+    for option in _ABOVE_ZERO:
+        value = getattr(arguments, option.replace("-", "_"))
+        if value is not None and not value > 0:
+            raise ValueError(f"--{option} is {value}; it must be above 0.")
     target = load_target(arguments.target).with_rates(tflops=arguments.tflops, link_gbps=arguments.link_gbps)
 
     from pipejax.aot import measuring, trainstep

@@ -110,11 +110,82 @@ def test_lists(capsys):
         (["gpt-tiny", "--pipe", "2", "--target", "h900"], "there is no target 'h900'; give one of a100-40g, "),
         (["gpt-tiny", "--pipe", "2", "--schedule", "zb-9"], "no schedule is called 'zb-9'; the names are gpipe, "),
         (["nothing.py", "--pipe", "2"], "nothing.py"),
+        (["gpt-tiny", "--pipe", "0"], "--pipe is 0; it must be above 0."),
+        (["gpt-tiny", "--pipe", "2", "--tflops", "0"], "--tflops is 0.0; it must be above 0."),
+        (["gpt-tiny", "--pipe", "2", "--link-gbps", "-1"], "--link-gbps is -1.0; it must be above 0."),
+        (["gpt-tiny", "--pipe", "12"], "12 devices do not fill nodes of 8 GPUs"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_bad_input_ends_in_one_sentence(capsys, words, sentence):
     status, _, err = run(capsys, *words)
+    assert status == 1
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+LINEN = """
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class Embed(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        return nn.Embed(100, 64)(batch["tokens"])
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, batch):
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x, batch):
+        scores = jax.nn.log_softmax(nn.Dense(100)(x))
+        found = jnp.take_along_axis(scores, batch["tokens"][..., None], -1)
+        return -found.sum(), jnp.float32(batch["tokens"].size)
+
+
+embed, block, head = Embed(), Block(), Head()
+num_layers = 8
+
+
+def batch(length):
+    return {"tokens": jax.ShapeDtypeStruct((length,), jnp.int32)}
+"""
+
+
+def test_a_linen_model_that_names_nothing(capsys, tmp_path):
+    path = tmp_path / "linen.py"
+    path.write_text(LINEN)
+    status, _, err = run(capsys, str(path), "--pipe", "2")
+    assert (status, err) == (1, f"pipejax compile: {path} defines no length; pass --seq.\n")
+    status, out, err = run(capsys, str(path), "--pipe", "2", "--seq", "32", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["tokens"] == 4 * 32
+    assert found["host_bytes"]["device"] >= 4 * 4 * 32 * 64  # the inputs of four blocks, in float32
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("import no_such_module", "mine.py does not run: ModuleNotFoundError: No module named 'no_such_module'."),
+        ("def f(:", "mine.py does not run: SyntaxError: invalid syntax"),
+        (
+            "embed = block = head = None\nnum_layers = 4\nlength = 8\nbatch = lambda length: length / 0",
+            "mine.py: batch(8) does not run: ZeroDivisionError: division by zero.",
+        ),
+    ],
+)
+def test_what_a_file_does_wrong_is_one_sentence(capsys, tmp_path, text, sentence):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    status, _, err = run(capsys, str(path), "--pipe", "2")
     assert status == 1
     assert sentence in err
     assert err.count("\n") == 1
