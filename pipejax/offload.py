@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from pipejax import jaxprs
+from pipejax.schedules.schedule import Kind, Schedule
 
 BLOCK_INPUT = "block_input"
 
@@ -54,11 +56,19 @@ class Offload:
       saved: names kept in device memory.
       offloaded: names that go to pinned host memory after F and come back before B.
       recomputed: names that B computes again.
+      first_chunks: how many chunks of each device move, those whose activations live longest; None for as many as the
+        schedule says, or all.
+      share: of those chunks' activations, how many move, the longest-lived first; above 0 and at most 1.
+      k: the time of a round trip of a chunk's activations over that of its passes, which paces the transfers of
+        staggered schedules; None paces them by what has to move.
     """
 
     saved: tuple[str, ...] | None = ()
     offloaded: tuple[str, ...] | None = ()
     recomputed: tuple[str, ...] | None = None
+    first_chunks: int | None = None
+    share: float = 1.0
+    k: float | None = None
 
     def __post_init__(self) -> None:
         fields = (self.saved, self.offloaded, self.recomputed)
@@ -68,6 +78,12 @@ class Offload:
             if isinstance(field, str):
                 raise ValueError(f"Offload: write the names as a tuple, ({field!r},), not as one string.")
         names = [name for field in fields if field is not None for name in field]
+        if self.first_chunks is not None and self.first_chunks < 1:
+            raise ValueError(f"Offload: first_chunks is {self.first_chunks}; pass 1 or more, or use Offload.none().")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"Offload: share is {self.share}; pass a number above 0 and at most 1.")
+        if self.k is not None and not self.k > 0:
+            raise ValueError(f"Offload: k is {self.k}; a transfer takes a time above 0.")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"Offload: {', '.join(twice)} is listed twice; give each name one fate.")
@@ -81,6 +97,26 @@ class Offload:
     def full(cls, *, saved: Iterable[str] = (), recomputed: Iterable[str] = ()) -> Offload:
         """All named activations go through pinned host memory, but for those in `saved` and `recomputed`."""
         return cls(saved=tuple(saved), offloaded=None, recomputed=tuple(recomputed))
+
+    @classmethod
+    def chunks(cls, count: int, *, k: float | None = None) -> Offload:
+        """As `full`, for the `count` chunks of each device that live longest (the paper's selective offload)."""
+        return cls(offloaded=None, recomputed=(), first_chunks=count, k=k)
+
+    @classmethod
+    def fraction(cls, share: float, *, k: float | None = None) -> Offload:
+        """As `full`, for a share of all activations, the longest-lived first."""
+        return cls(offloaded=None, recomputed=(), share=share, k=k)
+
+    @classmethod
+    def auto(cls, *, k: float) -> Offload:
+        """As much as a link hides whose round trip for a chunk takes k times the chunk's compute: all up to k = 1."""
+        return cls.fraction(min(1.0, 1 / k) if k > 0 else 1.0, k=k)
+
+    @property
+    def partial(self) -> bool:
+        """Whether only some of the activations are meant to move."""
+        return self.first_chunks is not None or self.share < 1
 
     @property
     def moves(self) -> bool:
@@ -111,6 +147,31 @@ class Offload:
         for name in there:
             sorted_by_fate[given.get(name, rest)].append(name)
         return Fates(**{fate: tuple(found) for fate, found in sorted_by_fate.items()})
+
+
+def wanted(offload: Offload, schedule: Schedule) -> np.ndarray:
+    """Bool [stages, microbatches], the activations that an `Offload` means to move in a schedule.
+
+    Raises:
+      ValueError: it names more chunks than there are.
+    """
+    slots = {kind: np.zeros((schedule.placement.stages, schedule.microbatches), np.int64) for kind in (Kind.F, Kind.B)}
+    for kind, at in slots.items():
+        passes = schedule.passes[schedule.passes["kind"] == kind]
+        at[schedule.placement.stage[passes["device"], passes["chunk"]], passes["microbatch"]] = passes["slot"]
+    lifespan = slots[Kind.B] - slots[Kind.F]
+    count = offload.first_chunks or schedule.offload_chunks or schedule.chunks
+    if count > schedule.chunks:
+        raise ValueError(f"Offload: first_chunks is {count}; the schedule has {schedule.chunks} chunks on each device.")
+    chosen = np.zeros(lifespan.shape, bool)
+    for device in range(schedule.devices):
+        stages = schedule.placement.stage[device]
+        longest = stages[np.argsort(-lifespan[stages].mean(axis=1), kind="stable")[:count]]
+        order = np.argsort(-lifespan[longest].reshape(-1), kind="stable")
+        take = np.zeros(order.size, bool)
+        take[order[: round(offload.share * order.size)]] = True
+        chosen[longest] = take.reshape(len(longest), -1)
+    return chosen
 
 
 def activation_names(block: Callable[..., Any], *args: Any) -> tuple[str, ...]:

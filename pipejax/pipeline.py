@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipejax import layout as layouts
-from pipejax import program as programs
-from pipejax.offload import BLOCK_INPUT, Offload, activation_names
+from pipejax import program_forward, program_lockstep, program_staggered
+from pipejax.offload import BLOCK_INPUT, Offload, activation_names, wanted
 from pipejax.parts import Part, as_part
+from pipejax.program import Program
 from pipejax.runtime.ends import AXIS, Functions
 from pipejax.runtime.execute import Executor
 from pipejax.schedules import Schedule, ScheduleSpec, check
@@ -93,18 +94,24 @@ class Pipeline:
         self.ties = Ties.parse(tied or {})
         self.cuts = Cuts.of(self.embed, self.head, devices=mesh.shape[AXIS])
         size = {"devices": mesh.shape[AXIS], "microbatches": num_microbatches}
-        programs.check_form(schedule.build(**size))
-        self.plan: Schedule = schedule.build(**size, transfer_ticks=programs.TRANSFER_TICKS)
+        self.plan: Schedule = _build_schedule(schedule, **size)
         check(self.plan)
         self.layout = layouts.spread(num_layers=num_layers, placement=self.plan.placement)
-        self.program = programs.build(self.plan, offload=offload.moves, layers=self.layout.layers_per_chunk)
-        self._forward_program = programs.build_forward(self.plan)
+        self.program = self._build_program()
+        self._forward_program = program_forward.build(self.plan)
         self._ring_fill = ring_fill
         self._structs: Any = None
         self._whole: Any = None
         self._described: Any = None
         self._value_and_grad = jax.jit(self._traced_value_and_grad)
         self._loss = jax.jit(self._traced_loss)
+
+    def _build_program(self) -> Program:
+        layers = self.layout.layers_per_chunk
+        if program_lockstep.suits(self.plan) and not self.offload.partial:
+            return program_lockstep.build(self.plan, offload=self.offload.moves, layers=layers)
+        moves = wanted(self.offload, self.plan) if self.offload.moves else None
+        return program_staggered.build(self.plan, wanted=moves, layers=layers, k=self.offload.k)
 
     def init(self, key: jax.Array, batch: Any) -> Any:
         """Initialises the parameters, each where it rests.
@@ -296,6 +303,14 @@ class Pipeline:
                 f"Pipeline: losses and weights are scalars, sums over a microbatch; the auxiliary loss has shape "
                 f"{aux.shape}, the head's loss {loss.shape}, its weight {weight.shape}."
             )
+
+
+def _build_schedule(spec: ScheduleSpec, *, devices: int, microbatches: int) -> Schedule:
+    """In lockstep a tick lies between F and B; other schedules have passes of their own time."""
+    plan = spec.build(devices=devices, microbatches=microbatches)
+    if not plan.lockstep:
+        return plan
+    return spec.build(devices=devices, microbatches=microbatches, transfer_ticks=program_lockstep.TRANSFER_TICKS)
 
 
 def _over_devices(part: Part) -> dict[str, Any]:

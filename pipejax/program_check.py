@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipejax.program import COLUMNS, Program, ProgramError
+from pipejax.program import COLUMNS, WAYS, Program, ProgramError
 from pipejax.schedules.schedule import Kind
 
 _Slots = dict[tuple[str, int, int], Any]  # (buffer, device, slot) -> the pass that wrote it
@@ -21,7 +21,7 @@ def check_program(program: Program) -> None:
       ProgramError: a slot is read before it is written or after it is reused, or a pass is missing; names device,
         tick and pass.
     """
-    _Walk(program).run()
+    (_StaggeredWalk if program.predicated else _Walk)(program).run()
 
 
 class _Walk:
@@ -109,13 +109,18 @@ class _Walk:
             self._read("host_next", tick)
         for device, unit in heads.items():
             self.slots["dy", device, self._at("head_store", device, tick)] = unit
+        self._send(sent, tick, forward=forward, backward=backward)
+
+    def _send(self, sent: dict[Kind, dict[int, Any]], tick: int, *, forward: bool, backward: bool) -> None:
+        program = self.program
+        devices = program.schedule.devices
         for device in range(devices):
-            if forward:
-                value = sent[Kind.F][(device - 1) % devices]
-                self.slots["x", device, self._at("f_receive", device, tick)] = value
-            if backward:
-                value = sent[Kind.B][(device + 1) % devices]
-                self.slots["dy", device, self._at("b_receive", device, tick)] = value
+            for way in program.forward_ways if forward else ():
+                slot = self._at(f"f_from_{WAYS[way]}", device, tick)
+                self.slots["x", device, slot] = sent[Kind.F].get((device - way) % devices)
+            for way in program.backward_ways if backward else ():
+                slot = self._at(f"b_from_{WAYS[way]}", device, tick)
+                self.slots["dy", device, slot] = sent[Kind.B].get((device - way) % devices)
 
     def _expect(self, buffer: str, device: int, tick: int, column: str, wanted: tuple[int, int]) -> None:
         slot = self._at(column, device, tick)
@@ -124,4 +129,84 @@ class _Walk:
             raise ProgramError(
                 f"device {device}, tick {tick}: {buffer} slot {slot} should hold stage {wanted[0]}, microbatch "
                 f"{wanted[1]}, and holds {found}: it is read before it is written or after it is reused."
+            )
+
+
+class _StaggeredWalk(_Walk):
+    """Slots of residuals hold a pass whose parts are here or not: (pass, the parts that are)."""
+
+    def run(self) -> None:
+        for tick in range(self.program.table.shape[1]):
+            sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
+            for device in range(self.program.schedule.devices):
+                self._device(device, tick, sent)
+            self._send(sent, tick, forward=True, backward=True)
+        schedule = self.program.schedule
+        if len(self.done) != 3 * schedule.devices * schedule.chunks * schedule.microbatches:
+            raise ProgramError("a pass is missing from the program.")
+
+    def _device(self, device: int, tick: int, sent: dict[Kind, dict[int, Any]]) -> None:
+        last = self.program.schedule.placement.stages - 1
+        due = {letter: self._pass(letter, device, tick) for letter in "fbw"}
+        # What a pass takes it takes at the start, before anything moves.
+        if unit := due["f"]:
+            if unit[0] > 0:
+                self._expect("x", device, tick, "f_source", (unit[0] - 1, unit[1]))
+            self.done.add((Kind.F, *unit))
+            sent[Kind.F][device] = unit
+        if unit := due["b"]:
+            self._expect("dy", device, tick, "b_source", (unit[0] + 1, unit[1]))
+            self._expect("kept", device, tick, "b_load", unit)
+            self._expect_whole(device, tick, "b_move", unit)
+            self.slots["stash", device, self._at("stash_store", device, tick)] = unit
+            self.done.add((Kind.B, *unit))
+            sent[Kind.B][device] = unit
+        if unit := due["w"]:
+            self._expect("kept", device, tick, "w_load", unit)
+            self._expect_whole(device, tick, "w_move", unit)
+            if self.program.schedule.split_backward:
+                self._expect("stash", device, tick, "w_stash", unit)
+            self.done.add((Kind.W, *unit))
+        if self.program.offload:
+            self._move(device, tick)
+        if unit := due["f"]:
+            self.slots["kept", device, self._at("f_store", device, tick)] = unit
+            moving = "moving", device, self._at("f_move", device, tick)
+            self.slots[moving] = unit, frozenset(range(self.program.parts))
+            if unit[0] == last:
+                self.slots["dy", device, self._at("head_store", device, tick)] = (unit[0] + 1, unit[1])
+
+    def _pass(self, letter: str, device: int, tick: int) -> tuple[int, int] | None:
+        if not self._at(f"{letter}_valid", device, tick):
+            return None
+        stage = int(self.stage[device, self._at(f"{letter}_chunk", device, tick)])
+        return stage, self._at(f"{letter}_microbatch", device, tick)
+
+    def _move(self, device: int, tick: int) -> None:
+        """A part comes, then one goes."""
+        part = self._at("in_part", device, tick)
+        if self._at("in_valid", device, tick):
+            source = "host", device, self._at("in_load", device, tick)
+            self._add_part(("moving", device, self._at("in_store", device, tick)), self._part_of(source, part), part)
+        part = self._at("out_part", device, tick)
+        source = "moving", device, self._at("out_load", device, tick)
+        self._add_part(("host", device, self._at("out_store", device, tick)), self._part_of(source, part), part)
+
+    def _part_of(self, place: tuple[str, int, int], part: int) -> Any:
+        unit, there = self.slots.get(place) or (None, frozenset())
+        return unit if part in there else None
+
+    def _add_part(self, place: tuple[str, int, int], unit: Any, part: int) -> None:
+        before, there = self.slots.get(place) or (None, frozenset())
+        self.slots[place] = unit, (there if before == unit else frozenset()) | {part}
+
+    def _expect_whole(self, device: int, tick: int, column: str, unit: tuple[int, int]) -> None:
+        if not self.program.offload:
+            return
+        slot = self._at(column, device, tick)
+        found, there = self.slots.get(("moving", device, slot)) or (None, frozenset())
+        if found != unit or len(there) != self.program.parts:
+            raise ProgramError(
+                f"device {device}, tick {tick}: moving slot {slot} should hold stage {unit[0]}, microbatch {unit[1]}, "
+                f"and holds {len(there)} of {self.program.parts} parts of {found}."
             )

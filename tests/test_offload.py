@@ -72,7 +72,8 @@ def test_recomputed_activations_are_not_kept():
     assert [struct.shape for struct in residuals.structs] == [(2, 8, 128)]
 
 
-def test_small_activations_stay():
+def test_small_activations_stay(monkeypatch):
+    monkeypatch.setattr("pipejax.runtime.residuals.SMALL", 1024)
     small = jax.ShapeDtypeStruct((1, 2, 128), jnp.float32)
     residuals = analyse(block, Offload.full().fates(NAMES), PARAMS, small, None, None)
     assert not any(residuals.offloaded)

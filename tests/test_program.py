@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipejax import program as programs
-from pipejax.program import COLUMNS, ProgramError, assign_slots
+from pipejax import program_lockstep
+from pipejax.program import COLUMNS, ProgramError
 from pipejax.program_check import check_program
+from pipejax.program_lockstep import TRANSFER_TICKS
+from pipejax.program_table import assign_slots
 from pipejax.schedules import GPipe, Interleaved, OneFOneB
 
 SPECS = [GPipe(chunks=1), GPipe(chunks=3), OneFOneB(), Interleaved(chunks=2), Interleaved(chunks=3)]
 
 
 def build(spec, devices, microbatches, *, offload, layers=1):
-    schedule = spec.build(devices=devices, microbatches=microbatches, transfer_ticks=programs.TRANSFER_TICKS)
-    return programs.build(schedule, offload=offload, layers=layers)
+    schedule = spec.build(devices=devices, microbatches=microbatches, transfer_ticks=TRANSFER_TICKS)
+    return program_lockstep.build(schedule, offload=offload, layers=layers)
 
 
 @pytest.mark.parametrize(("offload", "layers"), [(False, 1), (True, 1), (True, 2)])
@@ -34,7 +36,7 @@ def test_every_read_finds_what_it_wants_anywhere(spec, devices, microbatches, of
     check_program(build(spec, devices, microbatches, offload=offload, layers=layers))
 
 
-@pytest.mark.parametrize("column", ["f_source", "f_store", "f_receive", "b_source", "b_load", "b_receive"])
+@pytest.mark.parametrize("column", ["f_source", "f_store", "f_from_before", "b_source", "b_load", "b_from_after"])
 def test_a_wrong_slot_is_found(column):
     program = build(Interleaved(chunks=2), 3, 10, offload=False)
     wrong = []
@@ -93,7 +95,7 @@ def test_time_does_not_depend_on_offload():
 def test_a_tick_lies_between_forward_and_backward():
     schedule = Interleaved(chunks=2).build(devices=2, microbatches=4)
     with pytest.raises(ProgramError, match="transfer_ticks=1"):
-        programs.build(schedule, offload=False, layers=1)
+        program_lockstep.build(schedule, offload=False, layers=1)
 
 
 def test_every_device_knows_what_another_embeds():

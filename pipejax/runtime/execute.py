@@ -17,9 +17,11 @@ from pipejax.layout import Layout
 from pipejax.offload import Fates
 from pipejax.program import Program
 from pipejax.runtime.ends import AXIS, Ends, Functions
+from pipejax.runtime.lockstep import Lockstep
 from pipejax.runtime.residuals import Block, Layer, analyse
 from pipejax.runtime.split import split
-from pipejax.runtime.step import Local, Step
+from pipejax.runtime.staggered import Staggered
+from pipejax.runtime.step import Local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Executor:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False
         )
 
-    def _step(self, program: Program, params: Any, batch: Any, key: Any, tables: Any) -> Step:
+    def _step(self, program: Program, params: Any, batch: Any, key: Any, tables: Any) -> Lockstep | Staggered:
         local = Local(
             layers=jax.tree.map(lambda leaf: leaf[0], params["layers"]),
             batch=batch,
@@ -118,7 +120,8 @@ class Executor:
         residuals = analyse(self.block, self.fates, one, x, microbatch, key)
         layer = Layer(block=self.block, fates=self.fates, residuals=residuals)
         halves = split(layer.backward, one, residuals.structs, x, microbatch, key)
-        return Step(program=program, ends=ends, layer=layer, split=halves, local=local, x=x, fill=self.fill)
+        make = Staggered if program.predicated else Lockstep
+        return make(program=program, ends=ends, layer=layer, split=halves, local=local, x=x, fill=self.fill)
 
     def _layer_keys(self, key: Any, first_layer: jax.Array, chunk: jax.Array, microbatch: jax.Array) -> Any:
         if key is None:

@@ -89,18 +89,38 @@ class Layer:
     residuals: Residuals
 
     def forward(
-        self, params: Any, x: jax.Array, batch: Any, key: Any
+        self, params: Any, x: jax.Array, batch: Any, key: Any, *, midway: jaxprs.Midway | None = None
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """F.
+
+        Args:
+          params: of the layer.
+          x: its input.
+          batch: one microbatch.
+          key: for dropout, or None.
+          midway: called once when half of the work is done, see `jaxprs.run`.
 
         Returns:
           y, the auxiliary loss (float32), and the residuals listed by `residuals`. Host-typed ones come back typed as
           device memory: the ring's own write moves them, and XLA drops the round trip.
         """
-        (y, aux), vjp = _vjp(self.block, self.fates.forward_policy(), params, x, batch, key)
-        leaves = jax.tree.leaves(vjp)
-        values = tuple(jax.device_put(leaves[index], jax.memory.Space.Device) for index in self.residuals.leaves)
-        return y, aux.astype(jnp.float32), values
+
+        def run(params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, ...]:
+            (y, aux), vjp = _vjp(self.block, self.fates.forward_policy(), params, x, batch, key)
+            leaves = jax.tree.leaves(vjp)
+            values = (jax.device_put(leaves[index], jax.memory.Space.Device) for index in self.residuals.leaves)
+            return y, aux.astype(jnp.float32), *values
+
+        args = (params, x, batch, key)
+        if midway is None:
+            y, aux, *values = run(*args)
+        else:
+            flat = jaxprs.flatten(run, *args)
+            variables = [*flat.jaxpr.constvars, *flat.jaxpr.invars]
+            env = dict(zip(variables, [*flat.consts, *jax.tree.leaves(args)], strict=True))
+            jaxprs.run(flat.jaxpr.eqns, env, midway)
+            y, aux, *values = (jaxprs.read(env, var) for var in flat.jaxpr.outvars)
+        return y, aux, tuple(values)
 
     def backward(
         self, params: Any, values: tuple[jax.Array, ...], dy: jax.Array, batch: Any, key: Any

@@ -4,36 +4,28 @@ Zero-bubble pipelining (arXiv 2401.10241) for any block: the backward is traced,
 equations are sorted by what depends on what. B is what the input's cotangent needs, W the rest that the weight
 gradients need; no matrix product is in both. What W reads of B's values is handed over, the stash.
 
-Two rules keep the stash small. Equations of W that are no matrix products and come before any run in B already, so that
-a sum over tokens (the gradient of a norm's scale or of a bias) is handed over and not what it sums. And what is merely
-another view of a handed-over value (a reshape, a cast) or depends on weights and side inputs alone is computed again.
+W has the residuals too, and may compute again what follows from them and from the stash without a matrix product. So
+what is handed over is a cut through the light equations, and the cheapest one is taken: bytes kept against bytes
+computed again. A sum over tokens (the gradient of a norm's scale) is handed over and not what it sums, the cotangent of
+a gated product and not those of its factors, and no norm or activation function of a residual.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from pipejax import jaxprs
+from pipejax.mincut import minimum_cut
 
-# Equations that are inlined, and the parameter that holds what they call.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
-# Equations that give another view of their operand, cheaper to take again than to keep.
-_VIEWS = {"reshape", "transpose", "broadcast_in_dim", "convert_element_type", "squeeze", "expand_dims", "copy"}
-# Equations that cost more than passing over their operands once; so does whatever holds a program of its own.
-_HEAVY = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+# Equations that give another view of their operand; XLA makes them part of what reads them.
+_VIEWS = {"reshape", "transpose", "broadcast_in_dim", "convert_element_type", "squeeze", "expand_dims", "copy", "name"}
+# How many bytes W may compute again rather than keep one: element-wise equations are fused, and cost little each.
+_KEEPING = 32
 
 Backward = Callable[[Any, tuple[jax.Array, ...], jax.Array, Any, Any], tuple[Any, jax.Array]]
 
@@ -64,21 +56,40 @@ class Split:
         return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.handed)
 
     def backward(
-        self, params: Any, values: tuple[jax.Array, ...], dy: jax.Array, batch: Any, key: Any
+        self,
+        params: Any,
+        values: tuple[jax.Array, ...],
+        dy: jax.Array,
+        batch: Any,
+        key: Any,
+        *,
+        midway: jaxprs.Midway | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """B: the cotangent of the layer's input, and the stash; arguments as of the backward that was split."""
-        env = self._bind(jax.tree.leaves((params, values, dy, batch, key)), self.jaxpr.invars)
-        _run(self.first, env)
-        return _read(env, self.jaxpr.outvars[-1]), tuple(_read(env, var) for var in self.handed)
+        """B: the cotangent of the layer's input, and the stash; arguments as of the backward that was split.
 
-    def weights(self, params: Any, stash: tuple[jax.Array, ...], batch: Any, key: Any) -> Any:
+        `midway` is called once when half of the work is done, see `jaxprs.run`.
+        """
+        env = self._bind(jax.tree.leaves((params, values, dy, batch, key)), self.jaxpr.invars)
+        jaxprs.run(self.first, env, midway)
+        return jaxprs.read(env, self.jaxpr.outvars[-1]), tuple(jaxprs.read(env, var) for var in self.handed)
+
+    def weights(
+        self,
+        params: Any,
+        values: tuple[jax.Array, ...],
+        stash: tuple[jax.Array, ...],
+        batch: Any,
+        key: Any,
+        *,
+        midway: jaxprs.Midway | None = None,
+    ) -> Any:
         """W: the gradients of the parameters."""
-        before, after = len(jax.tree.leaves(params)), len(jax.tree.leaves((batch, key)))
+        before, after = len(jax.tree.leaves((params, values))), len(jax.tree.leaves((batch, key)))
         invars = self.jaxpr.invars
         known = [*invars[:before], *invars[len(invars) - after :], *self.handed]
-        env = self._bind([*jax.tree.leaves((params, batch, key)), *stash], known)
-        _run(self.second, env)
-        return jax.tree.unflatten(self.params, [_read(env, var) for var in self.jaxpr.outvars[:-1]])
+        env = self._bind([*jax.tree.leaves((params, values, batch, key)), *stash], known)
+        jaxprs.run(self.second, env, midway)
+        return jax.tree.unflatten(self.params, [jaxprs.read(env, var) for var in self.jaxpr.outvars[:-1]])
 
     def _bind(self, values: Sequence[Any], variables: Sequence[Any]) -> dict[Any, Any]:
         env = dict(zip(variables, values, strict=True))
@@ -95,140 +106,91 @@ def split(backward: Backward, params: Any, values: tuple[Any, ...], dy: Any, bat
     Raises:
       ValueError: it has side effects, whose order the split would change.
     """
-    args = (params, values, dy, batch, key)
-    called = jax.make_jaxpr(backward)(*args)
-    leaves = jax.tree.leaves(args)
-    flat: ClosedJaxpr = jax.make_jaxpr(lambda *leaves: _inline(called, leaves))(*leaves)
-    if flat.effects:
+    flat = jaxprs.flatten(backward, params, values, dy, batch, key)
+    effects = jaxprs.side_effects(flat.jaxpr)
+    if effects:
         raise ValueError(
-            f"a block's backward has the side effects {sorted(map(str, flat.effects))}; take prints and callbacks out "
-            "of the block."
+            f"a block's backward has the side effects {sorted(map(str, effects))}; take prints and callbacks out of "
+            "the block."
         )
     jaxpr = flat.jaxpr
     *gradients, dx = jaxpr.outvars
-    before, after = len(jax.tree.leaves(params)), len(jax.tree.leaves((batch, key)))
-    given = {*jaxpr.invars[:before], *jaxpr.invars[len(jaxpr.invars) - after :], *jaxpr.constvars}
-    free = _closure(jaxpr.eqns, given)  # what W can have without B
-    for_dx = _needed(jaxpr.eqns, [dx])
-    for_weights = [eqn for eqn in _needed(jaxpr.eqns, gradients) if eqn not in for_dx]
-    early = _light_prefix(jaxpr.eqns, {*jaxpr.invars, *jaxpr.constvars}, for_dx)
-    first = [eqn for eqn in jaxpr.eqns if eqn in for_dx or (eqn in for_weights and eqn in early)]
-    late = [eqn for eqn in for_weights if eqn not in early]
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    handed, again = _hand_over(late, gradients, made, free)
-    second = [eqn for eqn in jaxpr.eqns if eqn in again or eqn in set(late)]
+    before, own = (len(jax.tree.leaves(tree)) for tree in (params, (values, dy)))
+    variables = jaxpr.invars[before : before + own]
+    handed = _hand_over(jaxpr.eqns, gradients, dx, variables, variables[len(jax.tree.leaves(values)) :])
     return Split(
         jaxpr=jaxpr,
         consts=tuple(flat.consts),
-        first=tuple(first),
-        second=tuple(second),
-        handed=tuple(handed),
+        first=_needed(jaxpr.eqns, [dx, *handed]),
+        second=_needed(jaxpr.eqns, gradients, given=handed),
+        handed=handed,
         params=jax.tree.structure(params),
     )
 
 
 def _hand_over(
-    late: list[Any], gradients: list[Any], made: dict[Any, Any], free: set[Any]
-) -> tuple[list[Any], set[Any]]:
-    """The variables that W gets from B, and the equations of B that it computes again.
+    eqns: Sequence[Any], gradients: Sequence[Any], dx: Any, variables: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """What W gets from B: a minimum cut between what only B has and what W must have.
+
+    Each value is two nodes, "made" and "had", and keeping it is the edge between them: W makes it if the first is on
+    W's side, and has it if the second is.
 
     Args:
-      late: W's own equations.
+      eqns: the backward.
       gradients: what W gives.
-      made: the equation of each variable that is not an argument.
-      free: variables that depend on weights and side inputs alone.
+      dx: what B gives.
+      variables: the arguments that differ from one microbatch to the next, residuals and cotangents. What does not
+        depend on them is never kept, unless it takes a matrix product.
+      cotangents: those of them that W is not given.
     """
-    handed: dict[Any, None] = {}
-    again: set[Any] = set()
-    seen: set[Any] = set()
-    own = {var for eqn in late for var in eqn.outvars}
-    todo = [var for eqn in late for var in _operands(eqn)] + [var for var in gradients if not isinstance(var, Literal)]
+    for_dx = set(_needed(eqns, [dx]))
+    late = _follow(eqns, [], lambda eqn: eqn not in for_dx and jaxprs.is_heavy(eqn))
+    varying = _follow(eqns, variables, jaxprs.is_heavy)
+    made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    only_b = {*made, *cotangents}
+    wanted = [*gradients, *(var for eqn in _needed(eqns, gradients) if eqn.outvars[0] in late for var in eqn.invars)]
+    todo = [var for var in wanted if not isinstance(var, Literal) and var in only_b and var not in late]
+    capacities: dict[tuple[Hashable, Hashable], int | None] = {(("had", var), "W"): None for var in todo}
     while todo:
         var = todo.pop()
-        if var in seen or var in own:
+        if (("made", var), ("had", var)) in capacities:
             continue
-        seen.add(var)
+        capacities[("made", var), ("had", var)] = _KEEPING * _bytes(var) if var in varying else None
         eqn = made.get(var)
-        if eqn is None and var in free:
+        if eqn is None or jaxprs.is_heavy(eqn):
+            capacities["B", ("made", var)] = None
             continue
-        if eqn is not None and (var in free or _is_view(eqn)):
-            again.add(eqn)
-            todo += _operands(eqn)
-        else:
-            handed[var] = None
-    return list(handed), again
+        if eqn in for_dx and eqn.primitive.name not in _VIEWS:
+            capacities["B", ("made", var)] = _bytes(var)
+        for operand in jaxprs.operands(eqn):
+            if operand in only_b:
+                capacities[("had", operand), ("made", var)] = None
+                todo.append(operand)
+    there = minimum_cut(capacities, "B", "W")
+    return tuple(var for var in (*cotangents, *made) if ("had", var) in there and ("made", var) not in there)
 
 
-def _is_view(eqn: Any) -> bool:
-    if eqn.primitive.name not in _VIEWS:
-        return False
-    (operand, *_), (result,) = _operands(eqn) or [None], eqn.outvars
-    return operand is not None and _bytes(operand) <= _bytes(result)
-
-
-def _light_prefix(eqns: Iterable[Any], given: set[Any], for_dx: set[Any]) -> set[Any]:
-    """Equations outside B that are light and need nothing heavy outside B."""
-    known, light = set(given), set()
-    for eqn in eqns:
-        if eqn in for_dx:
-            known.update(eqn.outvars)
-        elif not _is_heavy(eqn) and all(var in known for var in _operands(eqn)):
-            known.update(eqn.outvars)
-            light.add(eqn)
-    return light
-
-
-def _is_heavy(eqn: Any) -> bool:
-    return eqn.primitive.name in _HEAVY or any(True for _ in jaxprs.sub_jaxprs(eqn))
-
-
-def _needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> set[Any]:
-    """Equations that the wanted variables need."""
-    live = {var for var in wanted if not isinstance(var, Literal)}
-    found = set()
+def _needed(eqns: Sequence[Any], wanted: Iterable[Any], given: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """The equations that the wanted variables need, in order, where some are given."""
+    known = set(given)
+    live = {var for var in wanted if not isinstance(var, Literal)} - known
+    found = []
     for eqn in reversed(eqns):
         if live.intersection(eqn.outvars):
-            found.add(eqn)
-            live.update(_operands(eqn))
-    return found
+            found.append(eqn)
+            live.update(var for var in jaxprs.operands(eqn) if var not in known)
+    return tuple(reversed(found))
 
 
-def _closure(eqns: Iterable[Any], given: set[Any]) -> set[Any]:
-    """The variables that follow from the given ones."""
-    known = set(given)
+def _follow(eqns: Iterable[Any], variables: Iterable[Any], starts: Callable[[Any], bool]) -> set[Any]:
+    """The variables that depend on the given ones or on equations of a kind."""
+    found = set(variables)
     for eqn in eqns:
-        if all(var in known for var in _operands(eqn)):
-            known.update(eqn.outvars)
-    return known
-
-
-def _operands(eqn: Any) -> list[Any]:
-    return [var for var in eqn.invars if not isinstance(var, Literal)]
+        if starts(eqn) or any(var in found for var in jaxprs.operands(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _bytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
-
-
-def _inline(called: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program with its calls opened."""
-    jaxpr = called.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*called.consts, *values], strict=True))
-    _run(jaxpr.eqns, env)
-    return [_read(env, var) for var in jaxpr.outvars]
-
-
-def _run(eqns: Iterable[Any], env: dict[Any, Any]) -> None:
-    """Evaluates equations in an environment, calls opened."""
-    for eqn in eqns:
-        values = [_read(env, var) for var in eqn.invars]
-        inner = eqn.params.get(_CALLS.get(eqn.primitive.name, ""))
-        if inner is not None:
-            results = _inline(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values)
-        else:
-            results = jaxprs.evaluate(eqn, values)
-        env.update(zip(eqn.outvars, results, strict=True))
-
-
-def _read(env: dict[Any, Any], var: Any) -> Any:
-    return var.val if isinstance(var, Literal) else env[var]

@@ -37,7 +37,7 @@ TARGET = TARGET.with_rates(link_gbps=2 * RESIDUAL_BYTES / (K * LAYER_FLOPS / 440
 
 
 @functools.cache
-def compiled(*, pipe=8, chunks=2, layers=16, microbatches=16, offload="full"):
+def compiled(*, pipe=8, chunks=2, layers=16, microbatches=16, offload="full", schedule="lockstep-interleaved"):
     """What the pipeline compiles to, and the pipeline."""
     block = pj.as_part(functools.partial(gpt.Block, CONFIG), "block")
     tiny = lambda *_: {"unused": jnp.zeros(32, jnp.bfloat16)}
@@ -56,7 +56,7 @@ def compiled(*, pipe=8, chunks=2, layers=16, microbatches=16, offload="full"):
         ),
         num_layers=layers,
         mesh=aot.gpu_mesh(pipe=pipe),
-        schedule=pj.schedules.Interleaved(chunks=chunks),
+        schedule=pj.schedules.by_name(schedule, chunks=chunks),
         offload=pj.Offload.full() if offload == "full" else pj.Offload.none(),
         num_microbatches=microbatches,
     )

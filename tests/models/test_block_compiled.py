@@ -69,7 +69,6 @@ def test_forward_and_backward_run_each_product_and_kernel_once(model):
     x = jax.ShapeDtypeStruct((1, LENGTH, config.hidden_size), config.dtype)
     fates = pj.Offload.none().fates(activation_names(block, params, x, BATCH, key))
     kept = residuals.analyse(block, fates, params, x, BATCH, key)
-    forward = functools.partial(residuals.layer_forward, block, fates, kept)
-    backward = functools.partial(residuals.layer_backward, block, fates, kept)
-    assert kernels(forward, params, x, BATCH, key) == {"product": 4, "mha_forward": 1}
-    assert kernels(backward, params, kept.structs, x, BATCH, key) == {"product": 8, "mha_backward": 1}
+    layer = residuals.Layer(block=block, fates=fates, residuals=kept)
+    assert kernels(layer.forward, params, x, BATCH, key) == {"product": 4, "mha_forward": 1}
+    assert kernels(layer.backward, params, kept.structs, x, BATCH, key) == {"product": 8, "mha_backward": 1}
