@@ -36,6 +36,7 @@ class Split:
 
     Attributes:
       jaxpr: the whole backward, flat.
+      consts: what it closes over.
       first: the equations of B, in order.
       second: those of W.
       handed: the variables that B hands to W.
