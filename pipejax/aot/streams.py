@@ -165,6 +165,8 @@ class _Clock:
             before = self.now
             self.run(body, weight * trips)
             self.now = before + (self.now - before) * trips
+            for stream, end in self.free.items():
+                self.free[stream] = before + (end - before) * trips if end > before else end
             return
         self.run(body, weight)
         if trips > 1:  # the second trip finds the streams as every later one does

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipejax import train
@@ -140,10 +141,7 @@ def compile_step(
     lowered = trainer.step.lower(
         abstract(trainer.structs, trainer.shardings), abstract(batch, NamedSharding(mesh, PartitionSpec()))
     )
-    ticks = pipeline.plan.slots
-    trips = {
-        "_if_due": microbatches / ticks,  # embedding and head, once a microbatch, whichever device has them
-    }
+    trips = _trips(pipeline)
     compiled = report(compile_for_gpu(lowered), target=target, devices=pipe, unknown_trips=trips)
     tokens = microbatches * microbatch_size * model.length
     flops = _model_flops(pipeline, batch, tokens, model)
@@ -156,6 +154,30 @@ def compile_step(
         mfu=flops / (pipe * target.peak_bf16_flops * seconds),
         bubble=float(timeline.bubble / timeline.makespan),
     )
+
+
+def _trips(pipeline: Pipeline) -> dict[str, float]:
+    """How often the loops of a step run in a tick whose count only the tables tell, by parts of their names."""
+    program = pipeline.program
+    ticks = program.table.shape[1]
+    found = {}
+    if program.predicated:
+        # Neighbours exchange at each tick's end, so a tick lasts as long as its longest pass on any device.
+        split = program.schedule.split_backward
+        scopes = {
+            "b": "backward" if split else "backward_and_weights",
+            "f": "forward",
+            **({"w": "weights"} if split else {}),
+        }
+        left = np.ones(ticks, bool)
+        for letter, scope in scopes.items():
+            longest = left & program.column(f"{letter}_valid").any(axis=0)
+            found[f"{scope}_if_due"] = float(longest.mean()) * program.layers
+            left &= ~longest
+        found["nothing_if_due"] = float(left.mean()) * program.layers
+        found["receive_if_due"] = float(program.column("in_valid").mean())
+    # Embedding and head, once a microbatch, whichever device has them.
+    return {**found, "_if_due": pipeline.num_microbatches / ticks}
 
 
 def make_trainer(
