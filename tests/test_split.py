@@ -301,18 +301,34 @@ def test_views_of_one_value_are_handed_over_once():
     assert [struct.shape for struct in halves.stash] == [(32,)]
 
 
+def sines(x, times):
+    for _ in range(times):
+        x = jnp.sin(x)
+    return x
+
+
 def test_what_depends_on_weights_and_side_inputs_alone_is_not_handed_over():
-    """A mask takes 4 bytes an element here; it is drawn from the key again."""
+    """However long it takes to make it again."""
 
     def block(params, x, batch, key):
-        mask = jax.random.uniform(key, x.shape) * jnp.exp(batch) + params["scale"]
-        return (x * mask) @ params["w"]
+        noise = sines(jax.random.uniform(key, x.shape) * jnp.exp(batch), times=50)
+        return x * (noise @ params)
 
-    params = {"w": jnp.ones((32, 32)), "scale": jnp.ones(32)}
-    x = jnp.ones((64, 32))
-    halves = check(backward_of(block), arguments(block, params, x, jnp.ones((64, 32)), jax.random.key(0)))
-    # dy, and the gradient of the scale or what it is the sum of.
-    assert [struct.shape for struct in halves.stash] in ([(64, 32), (32,)], [(64, 32), (1, 32)])
+    args = arguments(block, jnp.ones((32, 32)), jnp.ones((64, 32)), jnp.ones((64, 32)), jax.random.key(0))
+    halves = check(backward_of(block), args)
+    assert list(halves.handed) == list(halves.jaxpr.invars[2:3])  # dy, after the weights and x
+
+
+@pytest.mark.parametrize(("times", "handed"), [(5, 1), (50, 2)])
+def test_what_takes_long_to_make_again_is_handed_over(times, handed):
+    """Besides dy: what the matrix multiplies, once it is many equations away from the residuals."""
+
+    def block(params, x, batch, key):
+        return sines(x, times) @ params
+
+    halves = check(backward_of(block), arguments(block, jnp.ones((32, 32)), jnp.ones((64, 32))))
+    assert [struct.shape for struct in halves.stash] == [(64, 32)] * handed
+    assert sum(eqn.primitive.name == "sin" for eqn in halves.second) == (times if handed == 1 else 0)
 
 
 def test_sums_are_handed_over_and_not_what_is_summed():
