@@ -44,8 +44,8 @@ def causal_attention(
       query: [batch, length, heads, head_dim].
       key, value: [batch, length, kv_heads, head_dim]; kv_heads divides heads.
       segment_ids: int32 [batch, length]: tokens attend within their segment.
-      implementation: "xla" stores the scores and runs anywhere; "fused" runs on GPUs; "auto" is "fused" where JAX's
-        default backend is a GPU.
+      implementation: "xla" stores the scores, computes in float32 and runs anywhere; "fused" runs on GPUs; "auto" is
+        "fused" where JAX's default backend is a GPU.
 
     Returns:
       [batch, length, heads * head_dim], in the dtype of query.
@@ -61,8 +61,12 @@ def causal_attention(
         mask = None
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        # JAX computes the scores of bfloat16 inputs in float32 by promotion, which a user may have forbidden.
-        with jax.numpy_dtype_promotion("standard"):
-            out = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True, implementation="xla")
-        out = checkpoint_name(out, "attn_out")
+        # In float32: JAX's mixture for bfloat16 needs dtype promotion in its backward, which a user may have forbidden.
+        out = jax.nn.dot_product_attention(
+            *(array.astype(jnp.float32) for array in (query, key, value)),
+            mask=mask,
+            is_causal=True,
+            implementation="xla",
+        )
+        out = checkpoint_name(out.astype(query.dtype), "attn_out")
     return out.reshape(batch, length, heads * head_dim)
