@@ -64,9 +64,7 @@ def side_effects(jaxpr: Jaxpr) -> set[Any]:
 
 def flatten(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """A function's program with all calls opened; `args` may be arrays or `jax.ShapeDtypeStruct`s."""
-    # JAX's own transposes mix dtypes, in attention on bfloat16, which the user may have forbidden for their code.
-    with jax.numpy_dtype_promotion("standard"):
-        called = jax.make_jaxpr(function)(*args)
+    called = jax.make_jaxpr(function)(*args)
     return jax.make_jaxpr(lambda *leaves: _inline(called, leaves))(*jax.tree.leaves(args))
 
 
