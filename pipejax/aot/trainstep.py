@@ -176,8 +176,9 @@ def _trips(pipeline: Pipeline) -> dict[str, float]:
             left &= ~longest
         found["nothing_if_due"] = float(left.mean()) * program.layers
         found["receive_if_due"] = float(program.column("in_valid").mean())
-    # Embedding and head, once a microbatch, whichever device has them.
-    return {**found, "_if_due": pipeline.num_microbatches / ticks}
+    # Embedding and head, once a microbatch, whichever device has them; as many ticks run an F as run a B.
+    forward = sum(phase.stop - phase.start for phase in program.phases if phase.forward)
+    return {**found, "_if_due": pipeline.num_microbatches / forward}
 
 
 def make_trainer(
