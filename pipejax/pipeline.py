@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipejax import frozen, program_forward, program_lockstep, program_staggered
 from pipejax import layout as layouts
-from pipejax import program_forward, program_lockstep, program_staggered
 from pipejax.offload import BLOCK_INPUT, Offload, activation_names, wanted
 from pipejax.parts import Part, as_part
 from pipejax.program import Program
@@ -56,6 +57,7 @@ class Pipeline:
         offload: Offload,
         num_microbatches: int,
         tied: dict[str, str] | None = None,
+        trained: Callable[[str], bool] | None = None,
         ring_fill: float = 0.0,
     ) -> None:
         """Checks the configuration and builds the schedule and its program; compiles nothing.
@@ -69,6 +71,8 @@ class Pipeline:
           num_microbatches: how many parts the batch is cut into; it must divide the batch.
           tied: parameters of the head that are parameters of the embedding, as {"head.path": "embed.path"}; both have
             one shape.
+          trained: dot path of a parameter, such as "layers.adapter.up" -> whether it has a gradient; None for all.
+            Integers never have. What is not trained costs no gradient, no accumulator and no optimizer state.
           ring_fill: what buffers hold before anything is stored. The result must not depend on it: tests pass NaN.
 
         Raises:
@@ -92,6 +96,7 @@ class Pipeline:
         self.mesh, self.offload, self.num_microbatches = mesh, offload, num_microbatches
         self.num_layers = num_layers
         self.ties = Ties.parse(tied or {})
+        self._choice = trained
         self.cuts = Cuts.of(self.embed, self.head, devices=mesh.shape[AXIS])
         size = {"devices": mesh.shape[AXIS], "microbatches": num_microbatches}
         self.plan: Schedule = _build_schedule(schedule, **size)
@@ -139,7 +144,9 @@ class Pipeline:
             evaluation mode.
 
         Returns:
-          The loss, a float32 scalar, and float32 gradients shaped and sharded as `params`.
+          The loss, a float32 scalar, and float32 gradients shaped and sharded as `params`, with None in the places of
+          parameters that are not trained. Give an optimizer `pipe.keep(params)`, which has the same places empty, and
+          put what it makes of them back with `pipe.fill(kept, params)`.
         """
         self.describe(batch)
         return self._value_and_grad(params, batch, key)
@@ -148,6 +155,19 @@ class Pipeline:
         """The loss alone, forward only and in evaluation mode; arguments as for `value_and_grad`."""
         self.describe(batch)
         return self._loss(params, batch)
+
+    def keep(self, params: Any) -> Any:
+        """Parameters, or a tree of their structure, with None where nothing is trained: what an optimizer is given."""
+        return frozen.keep(self.trained, params)
+
+    def fill(self, kept: Any, params: Any) -> Any:
+        """The inverse of `keep`: trained parameters from one tree, the rest from another."""
+        return frozen.fill(self.trained, kept, params)
+
+    @property
+    def trained(self) -> Any:
+        """A tree of bools like the parameters: whether each has a gradient."""
+        return frozen.mask(self.structs, self._choice)
 
     def to_layers(self, params: Any) -> Any:
         """Parameters, or any tree of their structure, whole: "layers" leaves are [num_layers, ...] in model order.
@@ -199,6 +219,7 @@ class Pipeline:
             embed=functools.partial(self._embed, **_over_devices(self.embed)),
             head=functools.partial(self._head, **_over_devices(self.head)),
             cut=self.cuts.mask(self.ties.join(self.structs)),
+            trained=self.ties.join(self.trained),
         )
         return Executor(
             mesh=self.mesh,
@@ -284,12 +305,19 @@ class Pipeline:
     def _check_parts(self, structs: Any, layer: Any, x: Any, batch: Any) -> None:
         if not isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(f"Pipeline: embed must return one array, the first block's input; it returns {x}.")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(structs):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        leaves = jax.tree_util.tree_leaves_with_path(structs)
+        for path, leaf in leaves:
+            if not any(jnp.issubdtype(leaf.dtype, kind) for kind in (jnp.floating, jnp.integer)):
                 raise ValueError(
                     f"Pipeline: the parameter {jax.tree_util.keystr(path, simple=True, separator='.')} is "
-                    f"{leaf.dtype}; parameters are floating-point, so compute it in the call or pass it in the batch."
+                    f"{leaf.dtype}; parameters are floating-point, or integers that are not trained, so compute it in "
+                    "the call or pass it in the batch."
                 )
+        if self._choice is not None and not any(jax.tree.leaves(frozen.mask(structs, self._choice))):
+            paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+            raise ValueError(
+                f"Pipeline: trained chooses none of the parameters: {', '.join(paths)}; let it choose some."
+            )
         y, aux = jax.eval_shape(self._block, layer, x, batch, None)
         if (y.shape, y.dtype) != (x.shape, x.dtype):
             raise ValueError(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pipejax import frozen
 from pipejax.pipeline import Pipeline
 from pipejax.runtime.ends import EMBED_KEY, HEAD_KEY
 from pipejax.runtime.execute import fold_key
@@ -69,9 +70,12 @@ def value_and_grad(pipe: Pipeline, params: Any, batch: Any, key: jax.Array | Non
       key: seeds dropout.
 
     Returns:
-      The loss and its gradients, layer-major.
+      The loss and its gradients, layer-major; None where nothing is trained.
     """
-    return jax.value_and_grad(lambda p: loss(pipe, p, batch, key))(params)
+    trained = pipe.trained
+    return jax.value_and_grad(lambda kept: loss(pipe, frozen.fill(trained, kept, params), batch, key))(
+        frozen.keep(trained, params)
+    )
 
 
 def _fold(key: jax.Array | None, layer: Any, microbatch: Any) -> jax.Array | None:

@@ -67,8 +67,9 @@ class Ties:
         """Gradients of `join`'s tree as those of the tree at rest: both uses summed into the embedding's."""
         embed = grads["embed"]
         for path, target in self.pairs:
-            total = _get(embed, target, "embed") + _get(grads["head"], path, "head")
-            embed = _replace(embed, target, total)
+            both = _get(embed, target, "embed"), _get(grads["head"], path, "head")
+            # Where it is not trained neither use has a gradient.
+            embed = embed if both[0] is None else _replace(embed, target, both[0] + both[1])
         return self.strip({**grads, "embed": embed})
 
 

@@ -68,25 +68,30 @@ class Cuts:
         """Whole parameters (or any tree like them) with rows added until the devices divide them."""
 
         def pad(leaf: jax.Array, cut: bool) -> jax.Array:
-            missing = -leaf.shape[0] % self.devices if cut else 0
-            if not missing:
-                return leaf
-            return jnp.concatenate([leaf, jnp.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+            return with_rows(leaf, leaf.shape[0] + -leaf.shape[0] % self.devices) if cut else leaf
 
         return {**params, **{part: self._map(pad, params[part], part) for part in _PARTS}}
 
     def strip(self, params: Any, whole: Any) -> Any:
-        """The inverse of `pad`; `whole` has the shapes."""
+        """The inverse of `pad`; `whole` has the shapes. A place that holds None keeps it."""
 
-        def strip(leaf: jax.Array, like: Any) -> jax.Array:
-            return leaf if leaf.shape == like.shape else leaf[: like.shape[0]]
+        def strip(like: Any, leaf: jax.Array | None) -> jax.Array | None:
+            return leaf if leaf is None or not leaf.ndim else with_rows(leaf, like.shape[0])
 
-        return {**params, **{part: jax.tree.map(strip, params[part], whole[part]) for part in _PARTS}}
+        return {**params, **{part: jax.tree.map(strip, whole[part], params[part]) for part in _PARTS}}
 
     def _map(self, function: Any, tree: Any, part: str) -> Any:
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: function(leaf, _dotted(path) in self.paths[part]), tree
         )
+
+
+def with_rows(leaf: jax.Array, count: int) -> jax.Array:
+    """An array [rows, ...] with so many rows: the last ones dropped, or rows of zeros added."""
+    missing = count - leaf.shape[0]
+    if missing > 0:
+        return jnp.concatenate([leaf, jnp.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+    return leaf[:count] if missing else leaf
 
 
 def _dotted(path: Any) -> str:

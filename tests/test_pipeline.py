@@ -220,10 +220,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="pipe=9 needs that many devices, and there are 8"):
             pj.make_mesh(pipe=9)
 
-    def test_integer_parameters(self):
-        block = pj.Part(init=lambda *args: {"table": jnp.zeros(3, jnp.int8)}, apply=lambda params, key, x, batch: x)
-        self.refused(r"the parameter layers\.table is int8; parameters are floating-point", block=block)
-
     def test_block_that_changes_shape(self):
         block = pj.Part(init=BLOCK.init, apply=lambda params, key, x, batch: x[..., :4])
         self.refused(r"turns float32\[2, 5, 8\] into float32\[2, 5, 4\]", block=block)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pipejax import frozen
 from pipejax.runtime import rings
 
 Row = dict[str, jax.Array]
@@ -32,11 +33,13 @@ class Functions:
       embed: (params, batch, key) -> x, the first block's input.
       head: (params, x, batch, key) -> (loss sum, weight), float32 scalars.
       cut: {"embed", "head"}, trees like the parameters': whether a leaf is cut by rows over the devices.
+      trained: {"embed", "layers", "head"}, the same: whether a leaf has a gradient.
     """
 
     embed: Callable[[Any, Any, Any], jax.Array]
     head: Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
     cut: Any
+    trained: Any
 
     def spread(self, part: str) -> bool:
         """Whether all devices take part in "embed" or "head"."""
@@ -77,7 +80,9 @@ class Ends:
         def unembed(_: Any, grads: Any) -> Any:
             index = row["unembed_microbatch"]
             batch, key = self.microbatch(index), self.key(EMBED_KEY, index)
-            _, vjp = jax.vjp(lambda p: self.functions.embed(p, batch, key), self.params["embed"])
+            _, vjp = jax.vjp(
+                lambda p: self.functions.embed(self._whole("embed", p), batch, key), self._trained("embed")
+            )
             return self._add("embed", grads, vjp(_share(dx, own) if spread else dx)[0], own)
 
         return when(row["unembed_due"] if spread else row["b_embed"], unembed, grads)
@@ -103,8 +108,8 @@ class Ends:
             index = row["head_microbatch"]
             batch, key = self.microbatch(index), self.key(HEAD_KEY, index)
             (added, weighs), vjp = jax.vjp(
-                lambda p, h: self.functions.head(p, h, batch, key),
-                self.params["head"],
+                lambda p, h: self.functions.head(self._whole("head", p), h, batch, key),
+                self._trained("head"),
                 _share(y, own) if spread else y,
             )
             dparams, cotangent = vjp((jnp.ones_like(added), jnp.zeros_like(weighs)))
@@ -136,13 +141,19 @@ class Ends:
 
         return when(row["head_due"] if spread else row["f_head"], head, totals)
 
+    def _trained(self, part: str) -> Any:
+        return frozen.keep(self.functions.trained[part], self.params[part])
+
+    def _whole(self, part: str, trained: Any) -> Any:
+        return frozen.fill(self.functions.trained[part], trained, self.params[part])
+
     def _add(self, part: str, totals: Any, grads: Any, own: jax.Array) -> Any:
         """Adds gradients: of a cut leaf every device's, of a whole one that of the device whose stage it is."""
         return jax.tree.map(
-            lambda cut, total, grad: total + jnp.where(jnp.logical_or(own, cut), grad.astype(total.dtype), 0),
-            self.functions.cut[part],
+            lambda total, grad, cut: total + jnp.where(jnp.logical_or(own, cut), grad.astype(total.dtype), 0),
             totals,
             grads,
+            frozen.keep(self.functions.trained[part], self.functions.cut[part]),
         )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from pipejax import frozen
 from pipejax.layout import Layout
 from pipejax.offload import Fates
 from pipejax.program import Program
@@ -57,7 +58,8 @@ class Executor:
           key: for dropout; None to do without.
 
         Returns:
-          The loss (float32 scalar), the gradients (float32, shaped and sharded as params), the weight.
+          The loss (float32 scalar), the gradients (float32, shaped and sharded as params; None where nothing is
+          trained), the weight.
         """
 
         def device(params: Any, batch: Any, key: Any, tables: Any) -> tuple[jax.Array, Any, jax.Array]:
@@ -72,7 +74,8 @@ class Executor:
             }
             return loss * scale, jax.tree.map(lambda grad: grad * scale, grads), weight
 
-        return self._map(device, out_specs=(PartitionSpec(), self.specs, PartitionSpec()))(
+        specs = frozen.keep(self.functions.trained, self.specs)
+        return self._map(device, out_specs=(PartitionSpec(), specs, PartitionSpec()))(
             params, batch, key, self._tables(program)
         )
 
@@ -117,8 +120,9 @@ class Executor:
         microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
         x = jax.eval_shape(self.functions.embed, ends.params["embed"], microbatch, key)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), local.layers)
-        residuals = analyse(self.block, self.fates, one, x, microbatch, key)
-        layer = Layer(block=self.block, fates=self.fates, residuals=residuals)
+        trained = self.functions.trained["layers"]
+        residuals = analyse(self.block, self.fates, one, x, microbatch, key, trained=trained)
+        layer = Layer(block=self.block, fates=self.fates, residuals=residuals, trained=trained)
         halves = split(layer.backward, one, residuals.structs, x, microbatch, key)
         make = Staggered if program.predicated else Lockstep
         return make(program=program, ends=ends, layer=layer, split=halves, local=local, x=x, fill=self.fill)
@@ -153,11 +157,11 @@ class Executor:
     def _where_whole(self, function: Callable[[Any, int | None], Any], tree: Any, part: str) -> Any:
         """Applies (leaf, the axis along which it rests in shards) to the leaves that a step uses whole."""
 
-        def one(leaf: Any, spec: Any, cut: bool) -> Any:
+        def one(cut: bool, leaf: Any, spec: Any) -> Any:
             axes = tuple(spec)
-            return leaf if cut else function(leaf, axes.index(AXIS) if AXIS in axes else None)
+            return leaf if cut or leaf is None else function(leaf, axes.index(AXIS) if AXIS in axes else None)
 
-        return jax.tree.map(one, tree, self.specs[part], self.functions.cut[part])
+        return jax.tree.map(one, self.functions.cut[part], tree, self.specs[part])
 
 
 def fold_key(key: jax.Array, layer: Any, microbatch: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pipejax import jaxprs
+from pipejax import frozen, jaxprs
 from pipejax.offload import Fates
 
 # (params of one layer, x, batch of one microbatch, key) -> (y, auxiliary loss)
@@ -50,11 +50,18 @@ class Residuals:
         return tuple(next(sources[flag]) for flag in self.offloaded)
 
 
-def analyse(block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: Any) -> Residuals:
-    """Traces a block's F and sorts its residuals; arguments may be arrays or `jax.ShapeDtypeStruct`s."""
+def analyse(block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: Any, *, trained: Any = None) -> Residuals:
+    """Traces a block's F and sorts its residuals.
+
+    Args:
+      block: one layer.
+      fates: of its named activations.
+      params, x, batch, key: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      trained: bools like the parameters, see `Layer`.
+    """
 
     def residuals(params: Any, x: Any, batch: Any, key: Any) -> list[jax.Array]:
-        return jax.tree.leaves(_vjp(block, fates.forward_policy(), params, x, batch, key)[1])
+        return jax.tree.leaves(_vjp(block, fates.forward_policy(), params, x, batch, key, trained)[1])
 
     closed = jax.make_jaxpr(residuals)(params, x, batch, key)
     before, after = len(jax.tree.leaves(params)), len(jax.tree.leaves((batch, key)))
@@ -68,10 +75,13 @@ def analyse(block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: An
     )
 
 
-def _vjp(block: Block, policy: Any, params: Any, x: Any, batch: Any, key: Any) -> tuple[Any, Any]:
+def _vjp(block: Block, policy: Any, params: Any, x: Any, batch: Any, key: Any, trained: Any) -> tuple[Any, Any]:
+    trained = frozen.mask(params, None) if trained is None else trained
     # F and B of one layer meet different microbatches in a tick, so there is no common subexpression to guard against.
-    checkpointed = jax.checkpoint(lambda p, h: block(p, h, batch, key), policy=policy, prevent_cse=False)
-    return jax.vjp(checkpointed, params, x)
+    checkpointed = jax.checkpoint(
+        lambda p, h: block(frozen.fill(trained, p, params), h, batch, key), policy=policy, prevent_cse=False
+    )
+    return jax.vjp(checkpointed, frozen.keep(trained, params), x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +92,13 @@ class Layer:
       block: what it computes.
       fates: what happens to its activations.
       residuals: what its B needs.
+      trained: bools like the parameters: which have a gradient. None for all that are floating-point.
     """
 
     block: Block
     fates: Fates
     residuals: Residuals
+    trained: Any = None
 
     def forward(
         self, params: Any, x: jax.Array, batch: Any, key: Any, *, midway: jaxprs.Midway | None = None
@@ -106,7 +118,7 @@ class Layer:
         """
 
         def run(params: Any, x: jax.Array, batch: Any, key: Any) -> tuple[jax.Array, ...]:
-            (y, aux), vjp = _vjp(self.block, self.fates.forward_policy(), params, x, batch, key)
+            (y, aux), vjp = _vjp(self.block, self.fates.forward_policy(), params, x, batch, key, self.trained)
             leaves = jax.tree.leaves(vjp)
             values = (jax.device_put(leaves[index], jax.memory.Space.Device) for index in self.residuals.leaves)
             return y, aux.astype(jnp.float32), *values
@@ -125,9 +137,10 @@ class Layer:
     def backward(
         self, params: Any, values: tuple[jax.Array, ...], dy: jax.Array, batch: Any, key: Any
     ) -> tuple[Any, jax.Array]:
-        """B and W: the cotangents of the parameters and of the input, for an auxiliary cotangent of one."""
+        """B and W: the cotangents of the trained parameters and of the input, for an auxiliary cotangent of one."""
         # This F runs on a stand-in: only its tree and its input-independent leaves are used, the rest is dead code.
-        (_, aux), vjp = _vjp(self.block, self.fates.backward_policy(), params, jnp.zeros_like(dy), batch, key)
+        stand_in = jnp.zeros_like(dy)
+        (_, aux), vjp = _vjp(self.block, self.fates.backward_policy(), params, stand_in, batch, key, self.trained)
         leaves, tree = jax.tree.flatten(vjp)
         for index, value, struct in zip(self.residuals.leaves, values, self.residuals.structs, strict=True):
             if (leaves[index].shape, leaves[index].dtype) != (struct.shape, struct.dtype):

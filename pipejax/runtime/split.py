@@ -41,7 +41,7 @@ class Split:
       second: those of W.
       handed: the variables that B hands to W.
       stash: their shapes and dtypes.
-      params: how the weight gradients are nested.
+      gradients: how the weight gradients are nested.
     """
 
     jaxpr: Any
@@ -49,7 +49,7 @@ class Split:
     first: tuple[Any, ...]
     second: tuple[Any, ...]
     handed: tuple[Any, ...]
-    params: Any
+    gradients: Any
 
     @property
     def stash(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -90,7 +90,7 @@ class Split:
         known = [*invars[:before], *invars[len(invars) - after :], *self.handed]
         env = self._bind([*jax.tree.leaves((params, values, batch, key)), *stash], known)
         jaxprs.run(self.second, env, midway)
-        return jax.tree.unflatten(self.params, [jaxprs.read(env, var) for var in self.jaxpr.outvars[:-1]])
+        return jax.tree.unflatten(self.gradients, [jaxprs.read(env, var) for var in self.jaxpr.outvars[:-1]])
 
     def _bind(self, values: Sequence[Any], variables: Sequence[Any]) -> dict[Any, Any]:
         env = dict(zip(variables, values, strict=True))
@@ -125,7 +125,7 @@ def split(backward: Backward, params: Any, values: tuple[Any, ...], dy: Any, bat
         first=_needed(jaxpr.eqns, [dx, *handed]),
         second=_needed(jaxpr.eqns, gradients, given=handed),
         handed=handed,
-        params=jax.tree.structure(params),
+        gradients=jax.tree.structure(jax.eval_shape(backward, params, values, dy, batch, key)[0]),
     )
 
 

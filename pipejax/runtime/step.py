@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pipejax import frozen
 from pipejax.program import COLUMNS, WAYS, Program
 from pipejax.runtime import rings
 from pipejax.runtime.ends import AXIS, Ends, Row
@@ -87,13 +88,12 @@ class Step:
     def start(self, kept: tuple[jax.ShapeDtypeStruct, ...]) -> State:
         """What a training step carries from tick to tick; `kept` are a layer's residuals that stay on the device."""
         program = self.program
+        trained = frozen.keep(self.ends.functions.trained, {**self.ends.params, "layers": self.local.layers})
         return {
             "x": self.ring(self.x, program.forward_arrivals),
             "dy": self.ring(self.x, program.backward_arrivals),
             "kept": tuple(self.ring(self.stacked(struct), program.residual_slots) for struct in kept),
-            "grads": jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, jnp.float32), {**self.ends.params, "layers": self.local.layers}
-            ),
+            "grads": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained),
             "loss": jnp.float32(0),
             "weight": jnp.float32(0),
         }

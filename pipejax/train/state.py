@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pipejax.pipeline import Pipeline
 from pipejax.train.optimizer import Optimizer
+from pipejax.vocabulary import with_rows
 
 
 class TrainState(NamedTuple):
@@ -50,7 +52,7 @@ class Trainer:
                 optimizer.transformation,
                 lambda _, sharding: sharding,
                 self.structs.opt_state,
-                pipe.shardings,
+                pipe.keep(pipe.shardings),
                 transform_non_params=lambda _: rest,
             ),
             step=rest,
@@ -62,37 +64,42 @@ class Trainer:
         return jax.jit(self._make, out_shardings=self.shardings)()
 
     def to_layers(self, state: TrainState) -> TrainState:
-        """The state with parameters and moments layer-major, the same whatever p and v."""
-        return self._convert(state, self.pipe.layout.to_layers)
+        """The state with parameters and moments whole and layer-major, the same whatever p and v."""
+        whole = jax.eval_shape(self.pipe.to_layers, self.structs.params)
+        return self._convert(state, self.pipe.layout.to_layers, whole)
 
     def from_layers(self, state: TrainState) -> TrainState:
         """The inverse of `to_layers`."""
-        return self._convert(state, self.pipe.layout.from_layers)
+        return self._convert(state, self.pipe.layout.from_layers, self.structs.params)
 
     def _make(self) -> TrainState:
         params = self.pipe.init(self._init_key, self._batch)
-        return TrainState(params, self.optimizer.transformation.init(params), jnp.int32(0))
+        return TrainState(params, self.optimizer.transformation.init(self.pipe.keep(params)), jnp.int32(0))
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(self._dropout_key, state.step)
         loss, grads = self.pipe.value_and_grad(state.params, batch, key)
-        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, state.params)
+        trained = self.pipe.keep(state.params)
+        grads = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), grads, trained)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes its counts with floats, whatever the user forbids
-            updates, opt_state = self.optimizer.transformation.update(grads, state.opt_state, state.params)
+            updates, opt_state = self.optimizer.transformation.update(grads, state.opt_state, trained)
             learning_rate = self.optimizer.learning_rate(state.step)
-        params = optax.apply_updates(state.params, updates)
+        params = self.pipe.fill(optax.apply_updates(trained, updates), state.params)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": learning_rate}
         return TrainState(params, opt_state, state.step + 1), metrics
 
-    def _convert(self, state: TrainState, function: Any) -> TrainState:
-        # Every leaf of a moment's "layers" is stacked as the parameters' are.
-        stacked = {
-            part: jax.tree.map(lambda _, part=part: part == "layers", tree)
-            for part, tree in self.structs.params.items()
-        }
-        convert = lambda leaf, layers: function(leaf) if layers else leaf
+    def _convert(self, state: TrainState, function: Callable[[jax.Array], jax.Array], structs: Any) -> TrainState:
+        """Leaves of moments are stacked and padded as the parameters are, whose new shapes are `structs`."""
+
+        def convert(leaf: jax.Array, struct: Any, stacked: bool) -> jax.Array:
+            if stacked:
+                return function(leaf)
+            return with_rows(leaf, struct.shape[0]) if leaf.ndim else leaf
+
+        stacked = {part: jax.tree.map(lambda _, part=part: part == "layers", tree) for part, tree in structs.items()}
+        trained = self.pipe.keep(structs), self.pipe.keep(stacked)
         return TrainState(
-            params=jax.tree.map(convert, state.params, stacked),
-            opt_state=optax.tree.map_params(self.optimizer.transformation, convert, state.opt_state, stacked),
+            params=jax.tree.map(convert, state.params, structs, stacked),
+            opt_state=optax.tree.map_params(self.optimizer.transformation, convert, state.opt_state, *trained),
             step=state.step,
         )
