@@ -21,6 +21,7 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # what JAX 0.12 leaves of a derivative around loops
 }
 # Equations that cost more than passing over their operands once; so does whatever holds a program of its own.
 _HEAVY = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
@@ -158,13 +159,16 @@ def _eqn_depends(eqn: Any, flags: list[bool]) -> list[bool]:
     if eqn.primitive.name == "scan":
         return _scan_depends(eqn, inner[0], flags)
     called = len(inner) == 1 and len(inner[0].invars) == len(flags) and len(inner[0].outvars) == len(eqn.outvars)
-    if called and eqn.primitive.name in ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call"):
+    if called and eqn.primitive.name in _CALLS:
         return depends(inner[0], flags)
     return [True] * len(eqn.outvars)
 
 
 def _scan_depends(eqn: Any, body: Jaxpr, flags: list[bool]) -> list[bool]:
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    if "ft_in" in eqn.params:  # from JAX 0.12 on
+        consts, carries, _ = map(len, eqn.params["ft_in"].unpack())
+    else:
+        consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     while True:  # a carry marked by one trip marks more in the next: at most `carries` rounds
         outs = depends(body, flags)
         grown = [a or b for a, b in zip(flags[consts : consts + carries], outs[:carries], strict=True)]

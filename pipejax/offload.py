@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +42,21 @@ class Fates:
     def backward_policy(self) -> Policy:
         """The save-only twin of `forward_policy`, under which B takes residuals that are already back on the device."""
         return jax.checkpoint_policies.save_only_these_names(*self.saved, *self.offloaded)
+
+
+class Placed(NamedTuple):
+    """Where the activations of one name really are between F and B.
+
+    Attributes:
+      fate: what was asked for: "saved", "offloaded" or "recomputed".
+      device: bytes of one layer and microbatch that stay in device memory. The block's input does where it is
+        recomputed and nothing else takes its place, and so do offloaded arrays too small to be worth a transfer.
+      host: bytes that go through pinned host memory.
+    """
+
+    fate: str
+    device: int
+    host: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipejax import frozen, program_forward, program_lockstep, program_staggered
 from pipejax import layout as layouts
-from pipejax.offload import BLOCK_INPUT, Offload, activation_names, wanted
+from pipejax.offload import BLOCK_INPUT, Offload, Placed, activation_names, wanted
 from pipejax.parts import Part, as_part
 from pipejax.program import Program
 from pipejax.runtime.ends import AXIS, Functions
 from pipejax.runtime.execute import Executor
+from pipejax.runtime.residuals import placed
 from pipejax.schedules import Schedule, ScheduleSpec, check
 from pipejax.tied import Ties
 from pipejax.vocabulary import Cuts
@@ -90,33 +91,42 @@ class Pipeline:
             )
         if not isinstance(offload, Offload):
             raise ValueError(f"Pipeline: offload is {offload!r}; pass pj.Offload.none() or pj.Offload.full().")
-        if num_microbatches < 1:
-            raise ValueError(f"Pipeline: num_microbatches is {num_microbatches}; it must be 1 or more.")
+        _check_count(num_microbatches)
         self.embed, self.block, self.head = as_part(embed, "embed"), as_part(block, "block"), as_part(head, "head")
         self.mesh, self.offload, self.num_microbatches = mesh, offload, num_microbatches
         self.num_layers = num_layers
         self.ties = Ties.parse(tied or {})
         self._choice = trained
         self.cuts = Cuts.of(self.embed, self.head, devices=mesh.shape[AXIS])
-        size = {"devices": mesh.shape[AXIS], "microbatches": num_microbatches}
-        self.plan: Schedule = _build_schedule(schedule, **size)
-        check(self.plan)
+        self._schedule = schedule
+        self.plan: Schedule = self._build_schedule(num_microbatches)
         self.layout = layouts.spread(num_layers=num_layers, placement=self.plan.placement)
         self.program = self._build_program()
-        self._forward_program = program_forward.build(self.plan)
+        self._forward_programs = {num_microbatches: program_forward.build(self.plan)}
         self._ring_fill = ring_fill
         self._structs: Any = None
         self._whole: Any = None
-        self._described: Any = None
+        self._described: set[Any] = set()
         self._value_and_grad = jax.jit(self._traced_value_and_grad)
-        self._loss = jax.jit(self._traced_loss)
+        self._loss = jax.jit(self._traced_loss, static_argnums=2)
+
+    def _build_schedule(self, microbatches: int) -> Schedule:
+        """In lockstep a tick lies between F and B; other schedules have passes of their own time."""
+        size = {"devices": self.mesh.shape[AXIS], "microbatches": microbatches}
+        plan = self._schedule.build(**size)
+        if plan.lockstep:
+            plan = self._schedule.build(**size, transfer_ticks=program_lockstep.TRANSFER_TICKS)
+        check(plan)
+        return plan
 
     def _build_program(self) -> Program:
         layers = self.layout.layers_per_chunk
-        if program_lockstep.suits(self.plan) and not self.offload.partial:
-            return program_lockstep.build(self.plan, offload=self.offload.moves, layers=layers)
-        moves = wanted(self.offload, self.plan) if self.offload.moves else None
-        return program_staggered.build(self.plan, wanted=moves, layers=layers, k=self.offload.k)
+        offload = self.offload
+        moves = wanted(offload, self.plan) if offload.moves else None
+        if program_lockstep.suits(self.plan):
+            some = moves if offload.partial else None
+            return program_lockstep.build(self.plan, offload=offload.moves, layers=layers, wanted=some, k=offload.k)
+        return program_staggered.build(self.plan, wanted=moves, layers=layers, k=offload.k)
 
     def init(self, key: jax.Array, batch: Any) -> Any:
         """Initialises the parameters, each where it rests.
@@ -151,10 +161,21 @@ class Pipeline:
         self.describe(batch)
         return self._value_and_grad(params, batch, key)
 
-    def loss(self, params: Any, batch: Any) -> jax.Array:
-        """The loss alone, forward only and in evaluation mode; arguments as for `value_and_grad`."""
-        self.describe(batch)
-        return self._loss(params, batch)
+    def loss(self, params: Any, batch: Any, *, num_microbatches: int | None = None) -> jax.Array:
+        """The loss alone, forward only and in evaluation mode.
+
+        Args:
+          params: from `init` or `from_layers`.
+          batch: as for `value_and_grad`, of any number of samples.
+          num_microbatches: how many parts this batch is cut into; None for as many as in training. Each number and
+            size of microbatches is compiled once.
+        """
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        _check_count(count)
+        self._describe(self._microbatch(batch, count))
+        if count not in self._forward_programs:
+            self._forward_programs[count] = program_forward.build(self._build_schedule(count))
+        return self._loss(params, batch, count)
 
     def keep(self, params: Any) -> Any:
         """Parameters, or a tree of their structure, with None where nothing is trained: what an optimizer is given."""
@@ -202,16 +223,35 @@ class Pipeline:
         Raises:
           ValueError: the batch or a part does not fit, with what to change.
         """
-        microbatch = self._microbatch(batch)
-        if self._structs is not None and self._described == _signature(microbatch):
+        self._describe(self._microbatch(batch))
+
+    def _describe(self, microbatch: Any) -> None:
+        if _signature(microbatch) in self._described:
             return
         whole = jax.eval_shape(functools.partial(self._init, batch=microbatch, mapped=False), jax.random.key(0))
         x = jax.eval_shape(self._embed, whole["embed"], microbatch, None)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[3:], leaf.dtype), whole["layers"])
         self._check_parts(whole, layer, x, microbatch)
         self._whole, self._structs = whole, jax.eval_shape(self.cuts.pad, whole)
-        self._described = _signature(microbatch)
         self.fates = self.offload.fates(activation_names(self._block, layer, x, microbatch, None))
+        trained = frozen.mask(whole, self._choice)["layers"]
+        self._placed = placed(self._block, self.fates, layer, x, microbatch, None, trained=trained)
+        for name in self.offload.offloaded or ():
+            if not sum(self._placed[name][1:]):
+                raise ValueError(
+                    f"Offload: {name!r} is not among what the backward pass needs, so offloading it would move "
+                    "nothing; leave it out, or name a value that another equation uses."
+                )
+        self._described.add(_signature(microbatch))
+
+    def placed(self, batch: Any) -> dict[str, Placed]:
+        """For each named activation of the block, its fate and the bytes of a layer and microbatch in either memory.
+
+        Args:
+          batch: as for `value_and_grad`, or `jax.ShapeDtypeStruct`s.
+        """
+        self.describe(batch)
+        return self._placed
 
     def executor(self) -> Executor:
         """The runtime for this pipeline; `describe` must have seen a batch."""
@@ -231,9 +271,10 @@ class Pipeline:
             fill=self._ring_fill,
         )
 
-    def split_batch(self, batch: Any) -> Any:
+    def split_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """[num_microbatches * microbatch, ...] → [num_microbatches, microbatch, ...], samples in order."""
-        return jax.tree.map(lambda leaf: leaf.reshape(self.num_microbatches, -1, *leaf.shape[1:]), batch)
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        return jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
 
     def _traced_value_and_grad(self, params: Any, batch: Any, key: Any) -> tuple[jax.Array, Any]:
         whole = self.ties.join(params)
@@ -241,8 +282,9 @@ class Pipeline:
         loss, grads, _ = executor.value_and_grad(self.program, whole, self.split_batch(batch), key)
         return loss, self.ties.split_gradients(grads)
 
-    def _traced_loss(self, params: Any, batch: Any) -> jax.Array:
-        return self.executor().loss(self._forward_program, self.ties.join(params), self.split_batch(batch))
+    def _traced_loss(self, params: Any, batch: Any, count: int) -> jax.Array:
+        program = self._forward_programs[count]
+        return self.executor().loss(program, self.ties.join(params), self.split_batch(batch, count))
 
     def _embed(self, params: Any, batch: Any, key: Any, **axis: Any) -> jax.Array:
         return self.embed.apply(params, key, batch, **axis)
@@ -285,21 +327,24 @@ class Pipeline:
         rest = {part: jax.tree.map(spec, self.structs[part], cut[part]) for part in ("embed", "head")}
         return {**rest, "layers": jax.tree.map(lambda _: PartitionSpec(AXIS), self.structs["layers"])}
 
-    def _microbatch(self, batch: Any) -> Any:
+    def _microbatch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Shapes of one microbatch, after checking that the batch can be cut."""
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         sizes = {jax.tree_util.keystr(path): leaf.shape[0] if leaf.ndim else 0 for path, leaf in leaves}
         if not all(sizes.values()) or len(set(sizes.values())) != 1:
             raise ValueError(
-                f"Pipeline: every array of the batch needs the same leading axis, its samples; these have {sizes}."
+                f"Pipeline: every array of the batch needs the same leading axis, its samples; these have {sizes}. "
+                "What all samples share, compute in the part; in place of a packed batch's cumulative offsets pass "
+                "segment ids of each sample."
             )
         samples = next(iter(sizes.values()))
-        if samples % self.num_microbatches:
+        if samples % count:
             raise ValueError(
-                f"Pipeline: {self.num_microbatches} microbatches do not divide a batch of {samples} samples; "
+                f"Pipeline: {count} microbatches do not divide a batch of {samples} samples; "
                 "change the batch size or num_microbatches."
             )
-        size = samples // self.num_microbatches
+        size = samples // count
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), batch)
 
     def _check_parts(self, structs: Any, layer: Any, x: Any, batch: Any) -> None:
@@ -333,12 +378,9 @@ class Pipeline:
             )
 
 
-def _build_schedule(spec: ScheduleSpec, *, devices: int, microbatches: int) -> Schedule:
-    """In lockstep a tick lies between F and B; other schedules have passes of their own time."""
-    plan = spec.build(devices=devices, microbatches=microbatches)
-    if not plan.lockstep:
-        return plan
-    return spec.build(devices=devices, microbatches=microbatches, transfer_ticks=program_lockstep.TRANSFER_TICKS)
+def _check_count(num_microbatches: int) -> None:
+    if num_microbatches < 1:
+        raise ValueError(f"Pipeline: num_microbatches is {num_microbatches}; it must be 1 or more.")
 
 
 def _over_devices(part: Part) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pipejax import frozen, jaxprs
-from pipejax.offload import Fates
+from pipejax.offload import BLOCK_INPUT, Fates, Placed
 
 # (params of one layer, x, batch of one microbatch, key) -> (y, auxiliary loss)
 Block = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
@@ -73,6 +73,40 @@ def analyse(block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: An
         structs=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals),
         offloaded=tuple(aval.memory_space == jax.memory.Space.Host and aval.size > SMALL for aval in avals),
     )
+
+
+def placed(
+    block: Block, fates: Fates, params: Any, x: Any, batch: Any, key: Any, *, trained: Any = None
+) -> dict[str, Placed]:
+    """Bytes that F of one layer keeps for B, by name; arguments as of `analyse`."""
+
+    def kept(params: Any, x: Any, batch: Any, key: Any) -> list[jax.Array]:
+        leaves = jax.tree.leaves(_vjp(block, fates.forward_policy(), params, x, batch, key, trained)[1])
+        return [leaves[index] for index in residuals.leaves]
+
+    residuals = analyse(block, fates, params, x, batch, key, trained=trained)
+    jaxpr = jaxprs.flatten(kept, params, x, batch, key).jaxpr
+    found = {name: [0, 0] for fate in dataclasses.asdict(fates).values() for name in fate}
+    for var, struct, moved in zip(jaxpr.outvars, residuals.structs, residuals.offloaded, strict=True):
+        # All that is kept without a name of its own is the block's input.
+        found[_name(jaxpr, var) or BLOCK_INPUT][moved] += struct.size * struct.dtype.itemsize
+    fate_of = {name: fate for fate, names in dataclasses.asdict(fates).items() for name in names}
+    return {name: Placed(fate_of[name], *sizes) for name, sizes in sorted(found.items())}
+
+
+def _name(jaxpr: Any, var: Any) -> str | None:
+    """The name of a value, whatever memory it has been put in, or which a loop has stacked."""
+    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    if eqn is None:
+        return None
+    if eqn.primitive.name == "name":
+        return str(eqn.params["name"])
+    if eqn.primitive.name in ("device_put", "reduce_precision"):
+        return _name(jaxpr, eqn.invars[0])
+    if eqn.primitive.name == "scan":
+        body = next(jaxprs.sub_jaxprs(eqn))
+        return _name(body, body.outvars[eqn.outvars.index(var)])
+    return None
 
 
 def _vjp(block: Block, policy: Any, params: Any, x: Any, batch: Any, key: Any, trained: Any) -> tuple[Any, Any]:
