@@ -39,11 +39,11 @@ COLUMNS = (
     "head_microbatch",
     "unembed_due",  # 1 where any device's B is followed by the embedding's backward
     "unembed_microbatch",
-    # Lockstep only: slots of the host ring.
+    # Lockstep, where all residuals move: slots of the host ring.
     "host_write",  # for the residuals of this tick's F
     "host_load",  # of the residuals of this tick's B
     "host_next",  # of the next tick's B
-    # Staggered only.
+    # Staggered, and lockstep where only some residuals move.
     "stash_store",  # slot for what this tick's B hands to its W
     "w_valid",
     "w_chunk",
@@ -101,7 +101,8 @@ class Program:
       forward_arrivals, backward_arrivals, residual_slots, stash_slots, moving_slots, host_slots: how many slots each
         buffer has.
       offload: whether residuals pass through the host ring.
-      parts: staggered only: into how many parts a slot is cut for its transfers, one each way in a tick.
+      parts: into how many parts a slot is cut for its transfers, one each way in a tick; 0 in lockstep where all
+        residuals move, whole layers at a time.
     """
 
     schedule: Schedule
@@ -118,7 +119,7 @@ class Program:
     moving_slots: int = 0
     host_slots: int = 0
     offload: bool = False
-    parts: int = 1
+    parts: int = 0
 
     def column(self, name: str) -> IntArray:
         """int32 [devices, ticks], one column of the table."""

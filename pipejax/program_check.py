@@ -21,7 +21,7 @@ def check_program(program: Program) -> None:
       ProgramError: a slot is read before it is written or after it is reused, or a pass is missing; names device,
         tick and pass.
     """
-    (_StaggeredWalk if program.predicated else _Walk)(program).run()
+    (_StaggeredWalk if program.predicated else _WalkInParts if program.parts else _Walk)(program).run()
 
 
 class _Walk:
@@ -135,14 +135,17 @@ class _Walk:
 class _StaggeredWalk(_Walk):
     """Slots of residuals hold a pass whose parts are here or not: (pass, the parts that are)."""
 
+    kinds = 3
+
     def run(self) -> None:
-        for tick in range(self.program.table.shape[1]):
-            sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
-            for device in range(self.program.schedule.devices):
-                self._device(device, tick, sent)
-            self._send(sent, tick, forward=True, backward=True)
+        for phase in self.program.phases:
+            for tick in range(phase.start, phase.stop):
+                sent: dict[Kind, dict[int, Any]] = {Kind.F: {}, Kind.B: {}}
+                for device in range(self.program.schedule.devices):
+                    self._device(device, tick, sent)
+                self._send(sent, tick, forward=phase.forward, backward=phase.backward)
         schedule = self.program.schedule
-        if len(self.done) != 3 * schedule.devices * schedule.chunks * schedule.microbatches:
+        if len(self.done) != self.kinds * schedule.devices * schedule.chunks * schedule.microbatches:
             raise ProgramError("a pass is missing from the program.")
 
     def _device(self, device: int, tick: int, sent: dict[Kind, dict[int, Any]]) -> None:
@@ -170,11 +173,13 @@ class _StaggeredWalk(_Walk):
         if self.program.offload:
             self._move(device, tick)
         if unit := due["f"]:
-            self.slots["kept", device, self._at("f_store", device, tick)] = unit
-            moving = "moving", device, self._at("f_move", device, tick)
-            self.slots[moving] = unit, frozenset(range(self.program.parts))
+            self._store(device, tick, unit)
             if unit[0] == last:
                 self.slots["dy", device, self._at("head_store", device, tick)] = (unit[0] + 1, unit[1])
+
+    def _store(self, device: int, tick: int, unit: tuple[int, int] | None) -> None:
+        self.slots["kept", device, self._at("f_store", device, tick)] = unit
+        self.slots["moving", device, self._at("f_move", device, tick)] = unit, frozenset(range(self.program.parts))
 
     def _pass(self, letter: str, device: int, tick: int) -> tuple[int, int] | None:
         if not self._at(f"{letter}_valid", device, tick):
@@ -210,3 +215,29 @@ class _StaggeredWalk(_Walk):
                 f"device {device}, tick {tick}: moving slot {slot} should hold stage {unit[0]}, microbatch {unit[1]}, "
                 f"and holds {len(there)} of {self.program.parts} parts of {found}."
             )
+
+
+class _WalkInParts(_StaggeredWalk):
+    """In a lockstep tick F stores its residuals, garbage too, then parts move, then B takes its own."""
+
+    kinds = 2
+
+    def _device(self, device: int, tick: int, sent: dict[Kind, dict[int, Any]]) -> None:
+        last = self.program.schedule.placement.stages - 1
+        f, b = (self._pass(letter, device, tick) for letter in "fb")
+        if f:
+            if f[0] > 0:
+                self._expect("x", device, tick, "f_source", (f[0] - 1, f[1]))
+            self.done.add((Kind.F, *f))
+            sent[Kind.F][device] = f
+        if any(phase.forward and phase.start <= tick < phase.stop for phase in self.program.phases):
+            self._store(device, tick, f)
+        self._move(device, tick)
+        if b:
+            self._expect("dy", device, tick, "b_source", (b[0] + 1, b[1]))
+            self._expect("kept", device, tick, "b_load", b)
+            self._expect_whole(device, tick, "b_move", b)
+            self.done.add((Kind.B, *b))
+            sent[Kind.B][device] = b
+        if f and f[0] == last:
+            self.slots["dy", device, self._at("head_store", device, tick)] = (f[0] + 1, f[1])

@@ -8,6 +8,9 @@ so on. F's input is taken from an arrival slot (or embedded), B's cotangent from
   3. write: or sends them to a slot of the host ring, beside
   4. B:     which takes its residuals from the device's ring, or those that were read.
 
+Where only some activations move, they do so through slots of the device's ring, cut into parts: beside F one part comes
+into such a slot, beside B one leaves another.
+
 Then what the neighbours sent is stored in arrival slots, and on the last stage the head turns F's output into a
 cotangent, stored in a backward arrival slot for a later tick's B.
 
@@ -24,6 +27,7 @@ import dataclasses
 
 import numpy as np
 
+from pipejax import program_transfers
 from pipejax.program import Phase, Program, ProgramError
 from pipejax.program_table import Moment, Span, Table, ticks_of
 from pipejax.schedules.schedule import Kind, Schedule
@@ -38,13 +42,17 @@ def suits(schedule: Schedule) -> bool:
     return schedule.lockstep and looping and not schedule.split_backward and schedule.slices == 1
 
 
-def build(schedule: Schedule, *, offload: bool, layers: int) -> Program:
+def build(
+    schedule: Schedule, *, offload: bool, layers: int, wanted: np.ndarray | None = None, k: float | None = None
+) -> Program:
     """The program of a training step.
 
     Args:
       schedule: a checked schedule that `suits`; every B must lie a tick or more after its F.
       offload: whether residuals pass through the host ring.
       layers: positions in a chunk. With several, B reads its residuals from the host during its own tick too.
+      wanted: bool [stages, microbatches], the activations that are to move if not all of them are.
+      k: paces those, see `program_transfers.parts_of`.
 
     Raises:
       ProgramError: the schedule leaves no tick between an F and its B.
@@ -60,7 +68,15 @@ def build(schedule: Schedule, *, offload: bool, layers: int) -> Program:
     table.place("f", f)
     table.place("b", b)
     forward, backward = (table.columns[f"{letter}_valid"].any(axis=0) for letter in "fb")
-    phases = _phases(forward, backward, offload=offload)
+    partial = offload and wanted is not None
+    phases = _phases(forward, backward, offload=offload and not partial)
+    parts = moving = host = 0
+    if offload and wanted is not None:
+        parts = program_transfers.parts_of(wanted, schedule, 1, k)
+        idle = forward & (table.columns["f_valid"] == 0)
+        moving, host = program_transfers.place(table, (f, b, b), wanted, parts, idle)
+    elif offload:
+        host = _host(table, f, b, phases, layers)
     return Program(
         schedule=schedule,
         phases=phases,
@@ -71,8 +87,10 @@ def build(schedule: Schedule, *, offload: bool, layers: int) -> Program:
         forward_arrivals=table.forward_arrivals(f, forward),
         backward_arrivals=table.backward_arrivals(b, f, backward),
         residual_slots=_residuals(table, f, b, forward),
-        host_slots=_host(table, f, b, phases, layers) if offload else 0,
+        moving_slots=moving,
+        host_slots=host,
         offload=offload,
+        parts=parts,
         table=table.finish(),
     )
 

@@ -135,8 +135,6 @@ def test_ticks_of_several_passes_cannot_move_a_part():
     schedule = pj.schedules.Interleaved(chunks=2, split_weights=True)
     with pytest.raises(ProgramError, match="runs several passes in a tick"):
         make_pipeline(schedule=schedule, offload=pj.Offload.full())
-    with pytest.raises(ProgramError, match="runs several passes in a tick"):
-        make_pipeline(schedule=pj.schedules.Interleaved(chunks=2), offload=pj.Offload.chunks(1))
 
 
 def test_more_chunks_than_there_are_are_refused():

@@ -62,11 +62,7 @@ def causal_attention(
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         # In float32: JAX's mixture for bfloat16 needs dtype promotion in its backward, which a user may have forbidden.
-        out = jax.nn.dot_product_attention(
-            *(array.astype(jnp.float32) for array in (query, key, value)),
-            mask=mask,
-            is_causal=True,
-            implementation="xla",
-        )
+        query32, key32, value32 = (array.astype(jnp.float32) for array in (query, key, value))
+        out = jax.nn.dot_product_attention(query32, key32, value32, mask=mask, is_causal=True, implementation="xla")
         out = checkpoint_name(out.astype(query.dtype), "attn_out")
     return out.reshape(batch, length, heads * head_dim)

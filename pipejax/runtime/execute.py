@@ -19,6 +19,7 @@ from pipejax.offload import Fates
 from pipejax.program import Program
 from pipejax.runtime.ends import AXIS, Ends, Functions
 from pipejax.runtime.lockstep import Lockstep
+from pipejax.runtime.lockstep_parts import LockstepInParts
 from pipejax.runtime.residuals import Block, Layer, analyse
 from pipejax.runtime.split import split
 from pipejax.runtime.staggered import Staggered
@@ -124,7 +125,7 @@ class Executor:
         residuals = analyse(self.block, self.fates, one, x, microbatch, key, trained=trained)
         layer = Layer(block=self.block, fates=self.fates, residuals=residuals, trained=trained)
         halves = split(layer.backward, one, residuals.structs, x, microbatch, key)
-        make = Staggered if program.predicated else Lockstep
+        make = Staggered if program.predicated else LockstepInParts if program.parts else Lockstep
         return make(program=program, ends=ends, layer=layer, split=halves, local=local, x=x, fill=self.fill)
 
     def _layer_keys(self, key: Any, first_layer: jax.Array, chunk: jax.Array, microbatch: jax.Array) -> Any:

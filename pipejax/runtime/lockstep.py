@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pipejax.jaxprs import Midway
 from pipejax.program import Phase
 from pipejax.runtime import rings
 from pipejax.runtime.ends import Row
@@ -34,21 +36,24 @@ class Lockstep(Step):
           Gradients of this device's loss sum as {"embed", "layers", "head"} in float32, its loss sum (auxiliary
           losses included) and its weight.
         """
-        program, residuals = self.program, self.layer.residuals
-        kept, moved = residuals.split(residuals.structs)
-        state = self.start(kept)
-        if program.offload:
-            state["host"] = tuple(
-                rings.make_host_ring(self.stacked(struct), program.host_slots, self.fill) for struct in moved
-            )
-        for phase in program.phases:
-            if program.offload:
-                state = self._enter(state, phase, table, moved)
+        state = self._begin()
+        for phase in self.program.phases:
+            state = self._enter(state, phase, table)
             state = scan(functools.partial(self._tick, phase=phase), state, table[phase.start : phase.stop])
         return state["grads"], state["loss"], state["weight"]
 
-    def _enter(self, state: State, phase: Phase, table: jax.Array, moved: tuple[jax.ShapeDtypeStruct, ...]) -> State:
+    def _begin(self) -> State:
+        kept, moved = self.layer.residuals.split(self.layer.residuals.structs)
+        if not self.program.offload:
+            return self.start(kept)
+        slots = self.program.host_slots
+        host = (rings.make_host_ring(self.stacked(struct), slots, self.fill) for struct in moved)
+        return {**self.start(kept), "host": tuple(host)}
+
+    def _enter(self, state: State, phase: Phase, table: jax.Array) -> State:
         """Brings the transfers of the last phase to their end and those of the next one to their start."""
+        if not self.program.offload:
+            return state
         state = dict(state)
         if phase.flush:
             state = self._write(state, *state["out"])
@@ -56,6 +61,7 @@ class Lockstep(Step):
             state.pop("out", None)
         elif "out" not in state:
             # Nothing is waiting to be written: the first write puts the filling where it is already.
+            _, moved = self.layer.residuals.split(self.layer.residuals.structs)
             nothing = tuple(rings.filled(struct, self.fill) for struct in moved)
             state["out"] = nothing, named(table[phase.start])["host_write"], jnp.int32(0)
         if phase.backward and not phase.forward:
@@ -111,7 +117,11 @@ class Lockstep(Step):
         if offload and f is not None and b is not None:
             state["in"] = self._read(state, row["host_load"], mirrored)
         if f is not None:
-            state, moved = self._forward(position, state, row, f)
+            state, values = self._forward(position, state, f)
+            kept, moved = self.layer.residuals.split(values)
+            state["kept"] = each(
+                lambda ring, value: rings.store(ring, value, row["f_store"], position), state["kept"], kept
+            )
             if offload and b is None:
                 state["out"] = moved, row["host_write"], jnp.int32(position)
             elif offload:
@@ -122,38 +132,56 @@ class Lockstep(Step):
             if last:
                 state = self.send_forward(state, row, state["forward"])
         if b is not None:
-            if f is not None:
-                # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
-                state["forward"], chunk = lax.optimization_barrier((state["forward"], b.chunk))
-                b = dataclasses.replace(b, chunk=chunk)
-            state = self._backward(mirrored, state, row, b, ahead=offload and f is None, last=last)
+            loaded = [rings.load(ring, row["b_load"], mirrored) for ring in state["kept"]]
+            state["kept"] = tuple(ring for _, ring in loaded)
+            values = self.layer.residuals.merge(tuple(value for value, _ in loaded), state.pop("in", ()))
+            ahead = functools.partial(self._next, mirrored, row, last=last) if offload and f is None else None
+            state = self._backward(mirrored, state, b, values, after_forward=f is not None, ahead=ahead, last=last)
             if last:
                 state = self.send_backward(state, row, state["backward"])
         return state
 
-    def _forward(self, position: Any, state: State, row: Row, f: Pass) -> tuple[State, tuple[jax.Array, ...]]:
-        """F of one layer; also returns the residuals that are to go to the host."""
+    def _next(self, position: Any, row: Row, state: State, *, last: bool) -> State:
+        """Starts the read for the layer whose B follows that at a position."""
+        if last:
+            return self._read_ahead(state, row["host_next"], self.program.layers - 1)
+        return self._read_ahead(state, state["in_slot"], position - 1)
+
+    def _forward(
+        self, position: Any, state: State, f: Pass, *, midway: Midway | None = None
+    ) -> tuple[State, tuple[jax.Array, ...]]:
+        """F of one layer; also returns its residuals."""
         x = state["forward"]
         params = pick(self.local.layers, f.chunk, position)
-        y, aux, values = self.layer.forward(params, x, f.batch, pick(f.keys, position))
+        y, aux, values = self.layer.forward(params, x, f.batch, pick(f.keys, position), midway=midway)
         there = self._holds_a_layer(f.chunk, position)
-        kept, moved = self.layer.residuals.split(values)
         state = {
             **state,
             "forward": y if self.local.uniform else jnp.where(there, y, x),
             "loss": state["loss"] + jnp.where(f.valid & there, aux, 0),
-            "kept": each(lambda ring, value: rings.store(ring, value, row["f_store"], position), state["kept"], kept),
         }
-        return state, moved
+        return state, values
 
-    def _backward(self, position: Any, state: State, row: Row, b: Pass, *, ahead: bool, last: bool) -> State:
+    def _backward(
+        self,
+        position: Any,
+        state: State,
+        b: Pass,
+        values: tuple[jax.Array, ...],
+        *,
+        after_forward: bool,
+        ahead: Callable[[State], State] | None = None,
+        midway: Midway | None = None,
+        last: bool,
+    ) -> State:
         """B and W of one layer; `ahead` starts the read for the next B."""
+        if after_forward:
+            # B's weights are sliced after F, or XLA slices them beside F's and keeps both.
+            state["forward"], chunk = lax.optimization_barrier((state["forward"], b.chunk))
+            b = dataclasses.replace(b, chunk=chunk)
         dy = state["backward"]
-        loaded = [rings.load(ring, row["b_load"], position) for ring in state["kept"]]
-        state["kept"] = tuple(ring for _, ring in loaded)
-        values = self.layer.residuals.merge(tuple(value for value, _ in loaded), state.pop("in", ()))
         params, keys = pick(self.local.layers, b.chunk, position), pick(b.keys, position)
-        dx, stash = self.split.backward(params, values, dy, b.batch, keys)
+        dx, stash = self.split.backward(params, values, dy, b.batch, keys, midway=midway)
         there = self._holds_a_layer(b.chunk, position)
         dx = dx if self.local.uniform else jnp.where(there, dx, dy)
 
@@ -164,9 +192,7 @@ class Lockstep(Step):
         if last:
             state["x"] = arrived
         if ahead:
-            state["host"] = host
-            following = (row["host_next"], self.program.layers - 1) if last else (state["in_slot"], position - 1)
-            state = self._read_ahead(state, *following)
+            state = ahead({**state, "host": host})
         dparams = self.split.weights(params, values, stash, b.batch, keys)
         return self.add_gradients(state, dparams, b.chunk, position, b.valid & there)
 

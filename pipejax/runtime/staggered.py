@@ -11,7 +11,6 @@ beside the first half of a layer's pass, what goes there goes beside the second.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,39 +20,25 @@ from jax import lax
 
 from pipejax.jaxprs import Midway
 from pipejax.runtime import rings
-from pipejax.runtime.ends import Row, when
-from pipejax.runtime.parts import Cut
-from pipejax.runtime.step import Pass, State, Step, each, pick, scan
+from pipejax.runtime.ends import Row
+from pipejax.runtime.step import Pass, State, each, pick, scan
+from pipejax.runtime.transfers import StepInParts
 
 # (state, which it may change; the row; the pass; the layer's position in its chunk; what to call midway) -> state
 _Body = Callable[[State, Row, Pass, Any, Midway | None], State]
 
 
 @dataclasses.dataclass(frozen=True)
-class Staggered(Step):
+class Staggered(StepInParts):
     """One device's part of a step of any schedule."""
 
     def train(self, table: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
         """Runs all ticks; arguments and results as of `Lockstep.train`."""
-        program = self.program
-        kept, moving = self._sorted(self.layer.residuals.structs)
-        state = self.start(kept)
-        state["stash"] = tuple(self.ring(self.stacked(struct), program.stash_slots) for struct in self.split.stash)
-        state["moving"] = tuple(self.ring(self.stacked(struct), program.moving_slots) for struct in moving)
-        if program.offload:
-            state["host"] = tuple(
-                rings.make_host_ring(self.stacked(struct), program.host_slots, self.fill) for struct in moving
-            )
+        kept, _ = self.sort_residuals(self.layer.residuals.structs)
+        state = {**self.start(kept), **self.start_parts()}
+        state["stash"] = tuple(self.ring(self.stacked(struct), self.program.stash_slots) for struct in self.split.stash)
         state = scan(self._tick, state, table)
         return state["grads"], state["loss"], state["weight"]
-
-    def _sorted(self, residuals: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """A layer's residuals, or anything listed like them, as (those that stay, those that move)."""
-        return self.layer.residuals.split(residuals) if self.program.offload else (residuals, ())
-
-    @functools.cached_property
-    def _cuts(self) -> tuple[Cut, ...]:
-        return tuple(Cut(struct, self.program.parts) for struct in self._sorted(self.layer.residuals.structs)[1])
 
     def _tick(self, state: State, row: Row) -> State:
         x, state = self.take_input(state, row)
@@ -80,40 +65,11 @@ class Staggered(Step):
         def layer(step: Any, state: State) -> State:
             state = dict(state)
             # Passes of all kinds move the layers in one order: the part of an activation is complete in one tick.
-            midway = self._transfers(state, row, step) if self.program.offload else None
+            midway = self.move_parts(state, row, step) if self.program.offload else None
             return body(state, row, work, layers - 1 - step if letter == "b" else step, midway)
 
         with jax.named_scope(f"{body.__name__.strip('_')}_if_due"):
             return lax.fori_loop(0, due * layers, layer, state)
-
-    def _transfers(self, state: State, row: Row, position: Any) -> Midway:
-        """Starts what comes from the host; the result ends that and starts what goes there, and changes the state."""
-        arriving = [
-            cut.from_host(ring, row["in_load"], position, row["in_part"])
-            for cut, ring in zip(self._cuts, state["host"], strict=True)
-        ]
-
-        def midway(signal: jax.Array) -> jax.Array:
-            signal, came, host = lax.optimization_barrier((signal, arriving, state["host"]))
-            moving, leaving = [], []
-            for cut, value, ring in zip(self._cuts, came, state["moving"], strict=True):
-
-                def receive(_: Any, ring: jax.Array, cut: Cut = cut, value: jax.Array = value) -> jax.Array:
-                    return cut.write(ring, value, row["in_store"], position, row["in_part"])
-
-                ring = when(row["in_valid"], receive, ring)
-                part = cut.read(ring, row["out_load"], position, row["out_part"])
-                part, ring = lax.optimization_barrier((part, ring))
-                moving.append(ring)
-                leaving.append(part)
-            state["moving"] = tuple(moving)
-            state["host"] = tuple(
-                cut.to_host(ring, part, row["out_store"], position, row["out_part"])
-                for cut, ring, part in zip(self._cuts, host, leaving, strict=True)
-            )
-            return signal
-
-        return midway
 
     def _nothing(self, state: State, row: Row, work: Pass, position: Any, midway: Midway | None) -> State:
         """A tick of transfers alone."""
@@ -128,21 +84,22 @@ class Staggered(Step):
         there = self._holds_a_layer(f, position)
         state["forward"] = jnp.where(there, y, state["forward"])
         state["loss"] += jnp.where(there, aux, 0)
-        for name, column, mine in zip(("kept", "moving"), ("f_store", "f_move"), self._sorted(values), strict=True):
-            state[name] = self._store(state[name], mine, row[column], position)
+        self.store_residuals(state, row, position, values)
         return state
 
     def _backward(self, state: State, row: Row, b: Pass, position: Any, midway: Midway | None) -> State:
         params, keys = pick(self.local.layers, b.chunk, position), pick(b.keys, position)
-        values = self._residuals(state, row, "b", position)
+        values = self.load_residuals(state, row, "b", position)
         dx, stash = self.split.backward(params, values, state["backward"], b.batch, keys, midway=midway)
         state["backward"] = jnp.where(self._holds_a_layer(b, position), dx, state["backward"])
-        state["stash"] = self._store(state["stash"], stash, row["stash_store"], position)
+        state["stash"] = each(
+            lambda ring, value: rings.store(ring, value, row["stash_store"], position), state["stash"], stash
+        )
         return state
 
     def _weights(self, state: State, row: Row, w: Pass, position: Any, midway: Midway | None) -> State:
         params, keys = pick(self.local.layers, w.chunk, position), pick(w.keys, position)
-        values = self._residuals(state, row, "w", position)
+        values = self.load_residuals(state, row, "w", position)
         stash = pick(state["stash"], row["w_stash"], position)
         dparams = self.split.weights(params, values, stash, w.batch, keys, midway=midway)
         return self.add_gradients(state, dparams, w.chunk, position, self._holds_a_layer(w, position))
@@ -150,27 +107,13 @@ class Staggered(Step):
     def _backward_and_weights(self, state: State, row: Row, b: Pass, position: Any, midway: Midway | None) -> State:
         """One pass of both, where the schedule does not split them: a tick has one round of transfers."""
         params, keys = pick(self.local.layers, b.chunk, position), pick(b.keys, position)
-        values = self._residuals(state, row, "b", position)
+        values = self.load_residuals(state, row, "b", position)
         dx, stash = self.split.backward(params, values, state["backward"], b.batch, keys, midway=midway)
         dx, stash = lax.optimization_barrier((dx, stash))
         there = self._holds_a_layer(b, position)
         state["backward"] = jnp.where(there, dx, state["backward"])
         dparams = self.split.weights(params, values, stash, b.batch, keys)
         return self.add_gradients(state, dparams, b.chunk, position, there)
-
-    def _residuals(self, state: State, row: Row, letter: str, position: Any) -> tuple[jax.Array, ...]:
-        """What F of a layer left for B and W."""
-        found = []
-        for name, column in (("kept", f"{letter}_load"), ("moving", f"{letter}_move")):
-            loaded = [rings.load(ring, row[column], position) for ring in state[name]]
-            state[name] = tuple(ring for _, ring in loaded)
-            found.append(tuple(value for value, _ in loaded))
-        return self.layer.residuals.merge(*found) if self.program.offload else found[0]
-
-    def _store(
-        self, buffers: tuple[jax.Array, ...], values: tuple[jax.Array, ...], slot: jax.Array, position: Any
-    ) -> tuple[jax.Array, ...]:
-        return each(lambda ring, value: rings.store(ring, value, slot, position), buffers, values)
 
     def _holds_a_layer(self, work: Pass, position: Any) -> jax.Array:
         return position < self.local.chunk_layers[work.chunk]

@@ -57,7 +57,7 @@ def compiled(*, pipe=8, chunks=2, layers=16, microbatches=16, offload="full", sc
         num_layers=layers,
         mesh=aot.gpu_mesh(pipe=pipe),
         schedule=pj.schedules.by_name(schedule, chunks=chunks),
-        offload=pj.Offload.full() if offload == "full" else pj.Offload.none(),
+        offload={"full": pj.Offload.full(), "none": pj.Offload.none()}.get(offload, offload),
         num_microbatches=microbatches,
     )
     x = jax.ShapeDtypeStruct((microbatches, LENGTH, HIDDEN), jnp.bfloat16)

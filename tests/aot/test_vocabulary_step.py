@@ -1,4 +1,4 @@
-"""A large vocabulary, compiled for H100s: each device has its share of embedding and head, and nothing waits for one."""
+"""A large vocabulary, compiled for H100s: each device has its share of embedding and head; none waits for another."""
 
 import functools
 
