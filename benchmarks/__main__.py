@@ -7,7 +7,7 @@ import platform
 
 import jax
 
-from benchmarks import against_paper, paper, stacks
+from benchmarks import against_paper, choice, paper, stacks
 
 OUT = pathlib.Path(__file__).with_name("RESULTS.md")
 HEADER = f"""# Results
@@ -22,7 +22,7 @@ each table.
 
 def main() -> None:
     """Compiles, prints rows as they come, writes the file."""
-    sections = [HEADER, *stacks.section(), *paper.section(), *against_paper.section(), ""]
+    sections = [HEADER, *stacks.section(), *choice.section(), *paper.section(), *against_paper.section(), ""]
     OUT.write_text("\n".join(sections), encoding="utf-8")
 
 

@@ -141,7 +141,7 @@ def compile_step(
     lowered = trainer.step.lower(
         abstract(trainer.structs, trainer.shardings), abstract(batch, NamedSharding(mesh, PartitionSpec()))
     )
-    trips = _trips(pipeline)
+    trips = loop_trips(pipeline)
     compiled = report(compile_for_gpu(lowered), target=target, devices=pipe, unknown_trips=trips)
     tokens = microbatches * microbatch_size * model.length
     flops = _model_flops(pipeline, batch, tokens, model)
@@ -156,7 +156,7 @@ def compile_step(
     )
 
 
-def _trips(pipeline: Pipeline) -> dict[str, float]:
+def loop_trips(pipeline: Pipeline) -> dict[str, float]:
     """How often the loops of a step run in a tick whose count only the tables tell, by parts of their names."""
     program = pipeline.program
     ticks = program.table.shape[1]
