@@ -110,7 +110,10 @@ class Offload:
 
     @classmethod
     def full(cls, *, saved: Iterable[str] = (), recomputed: Iterable[str] = ()) -> Offload:
-        """All named activations go through pinned host memory, but for those in `saved` and `recomputed`."""
+        """All named activations go through pinned host memory, but for those in `saved` and `recomputed`.
+
+        Of a schedule that says itself how many chunks move (PO-H), those of its chunks.
+        """
         return cls(saved=tuple(saved), offloaded=None, recomputed=tuple(recomputed))
 
     @classmethod

@@ -4,12 +4,15 @@ Blocks divide by a norm (NaN on garbage), take a side input per sample, drop act
 auxiliary loss; token losses are weighted, unevenly over samples.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import pipejax as pj
+from pipejax import plain
 
 VOCAB, HIDDEN, LENGTH = 16, 8, 5
 
@@ -82,6 +85,16 @@ def make_pipeline(**changes):
         "ring_fill": float("nan"),
     }
     return pj.Pipeline(**{**options, **changes})
+
+
+def assert_equals_plain(pipe):
+    """Loss and gradients of a step, with dropout, against the same model without a pipeline."""
+    batch, key = make_batch(2 * pipe.num_microbatches), jax.random.key(7)
+    params = pipe.init(jax.random.key(0), batch)
+    loss, grads = pipe.value_and_grad(params, batch, key)
+    expected, wanted = jax.jit(functools.partial(plain.value_and_grad, pipe))(pipe.to_layers(params), batch, key)
+    np.testing.assert_allclose(float(loss), float(expected), rtol=2e-6)
+    assert_gradients_close(pipe.to_layers(grads), wanted)
 
 
 def assert_gradients_close(actual, expected):
