@@ -35,11 +35,12 @@ FEW = [
     for i, name in enumerate(STAGGERED)
 ]
 ALL = [
-    (name, devices, chunks, microbatches, offload)
-    for name in STAGGERED
-    for devices, chunks in itertools.product((1, 2, 3, 4, 8), CHUNKS[name])
-    for microbatches in (1, devices + 1, 2 * devices)
-    for offload in OFFLOADS
+    (name, devices, chunks, (1, devices + 1, 2 * devices)[i % 3], offload)
+    for i, (name, devices, chunks, offload) in enumerate(
+        (name, devices, chunks, offload)
+        for name in STAGGERED
+        for devices, chunks, offload in itertools.product((1, 2, 3, 4, 8), CHUNKS[name], OFFLOADS)
+    )
 ]
 
 
