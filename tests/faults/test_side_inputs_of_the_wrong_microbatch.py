@@ -61,9 +61,8 @@ def batch_of(samples):
     [
         {"pipe": 3, "num_layers": 7, "num_microbatches": 5},
         {"schedule": pj.schedules.POH(chunks=2), "num_layers": 5, "num_microbatches": 6},
-        {"schedule": pj.schedules.Wave(chunks=4), "num_layers": 8, "offload": pj.Offload.none()},
     ],
-    ids=["interleaved", "po-h", "wave"],
+    ids=["interleaved", "po-h"],
 )
 def test_every_layer_sees_its_own_samples_side_inputs(changes):
     pipe = make_pipeline(**PARTS, **changes)
