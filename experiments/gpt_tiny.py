@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 import sysconfig
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import tyro
 
@@ -55,8 +55,8 @@ class PipelineConfig:
     """A name from pipejax.schedules.NAMES."""
     microbatches: int = 16
     """Parts that a batch is cut into; they divide it."""
-    offload: Literal["full", "none"] = "full"
-    """Whether named activations wait for the backward pass in pinned host memory."""
+    offload: str = "full"
+    """Which activations wait in pinned host memory for their backward: full, none, chunks=N, fraction=A or auto=K."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def make_pipeline(config: Config) -> pj.Pipeline:
         num_layers=model.num_layers,
         mesh=pj.make_mesh(pipe=config.pipeline.devices),
         schedule=pj.schedules.by_name(config.pipeline.schedule, chunks=config.pipeline.chunks),
-        offload=pj.Offload.full() if config.pipeline.offload == "full" else pj.Offload.none(),
+        offload=pj.Offload.parse(config.pipeline.offload),
         num_microbatches=config.pipeline.microbatches,
     )
 

@@ -129,7 +129,30 @@ class Offload:
     @classmethod
     def auto(cls, *, k: float) -> Offload:
         """As much as a link hides whose round trip for a chunk takes k times the chunk's compute: all up to k = 1."""
-        return cls.fraction(min(1.0, 1 / k) if k > 0 else 1.0, k=k)
+        return cls.fraction(min(1.0, 1 / k) if k > 0 else 1.0, k=k)  # a k that is no k is refused by name
+
+    @classmethod
+    def parse(cls, text: str) -> Offload:
+        """Reads what command lines take: "none", "full", "chunks=N", "fraction=A" or "auto=K".
+
+        Raises:
+          ValueError: it reads otherwise.
+        """
+        makers: dict[str, Callable[[str], Offload]] = {
+            "chunks": lambda value: cls.chunks(int(value)),
+            "fraction": lambda value: cls.fraction(float(value)),
+            "auto": lambda value: cls.auto(k=float(value)),
+        }
+        name, given, value = text.partition("=")
+        try:
+            if not given and name in ("none", "full"):
+                return cls.none() if name == "none" else cls.full()
+            return makers[name](value)
+        except (KeyError, ValueError) as error:
+            reason = f" ({error})" if str(error).startswith("Offload") else ""
+            raise ValueError(
+                f"offload is {text!r}{reason}; pass none, full, chunks=N, fraction=A with A up to 1, or auto=K."
+            ) from error
 
     @property
     def partial(self) -> bool:

@@ -77,3 +77,17 @@ def test_small_activations_stay(monkeypatch):
     small = jax.ShapeDtypeStruct((1, 2, 128), jnp.float32)
     residuals = analyse(block, Offload.full().fates(NAMES), PARAMS, small, None, None)
     assert not any(residuals.offloaded)
+
+
+def test_offloads_from_a_command_line():
+    assert Offload.parse("none") == Offload.none()
+    assert Offload.parse("full") == Offload.full()
+    assert Offload.parse("chunks=2") == Offload.chunks(2)
+    assert Offload.parse("fraction=0.5") == Offload.fraction(0.5)
+    assert Offload.parse("auto=1.6") == Offload.auto(k=1.6)
+
+
+@pytest.mark.parametrize("text", ["", "all", "chunks", "chunks=x", "chunks=0", "fraction=1.5", "auto=-1", "full=1"])
+def test_other_words_are_refused(text):
+    with pytest.raises(ValueError, match=r"pass none, full, chunks=N, fraction=A with A up to 1, or auto=K\.$"):
+        Offload.parse(text)

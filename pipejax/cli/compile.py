@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pipe", type=int, metavar="P", help="devices in the pipeline")
     parser.add_argument("--chunks", type=int, metavar="V", help="chunks on each device (default: layers / P)")
     parser.add_argument("--schedule", default="lockstep-interleaved", metavar="NAME", help="(lockstep-interleaved)")
-    parser.add_argument("--offload", choices=("full", "none"), default="full", help="of named activations (full)")
+    parser.add_argument(
+        "--offload",
+        default="full",
+        metavar="WHAT",
+        help="of named activations: full, none, chunks=N, fraction=A, auto=K for a link of that k (full)",
+    )
     parser.add_argument("--seq", type=int, metavar="S", help="tokens in a sequence (default: the model's)")
     parser.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch (default: 2 P)")
     parser.add_argument("--microbatch-size", type=int, default=1, metavar="B", help="samples in each (1)")
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = trainstep.load_model(arguments.config, length=arguments.seq)
     how: dict[str, Any] = {
         "schedule": by_name(arguments.schedule, chunks=arguments.chunks or _chunks(arguments, model.num_layers)),
-        "offload": Offload.full() if arguments.offload == "full" else Offload.none(),
+        "offload": Offload.parse(arguments.offload),
         "microbatches": arguments.microbatches or 2 * arguments.pipe,
         "microbatch_size": arguments.microbatch_size,
     }
