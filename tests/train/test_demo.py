@@ -101,7 +101,8 @@ def test_a_damaged_or_foreign_checkpoint_ends_with_one_sentence(undisturbed, tmp
     [
         (["--pipeline.microbatches=3"], "3 microbatches do not divide a batch of 4 samples; change"),
         (["--pipeline.schedule=dapple"], "no schedule is called 'dapple'"),
-        (["--pipeline.schedule=zb-v"], "cannot run in the pipeline"),
+        (["--pipeline.schedule=seq1f1b"], "cuts sequences into 4 slices"),
+        (["--pipeline.offload=most"], "pass none, full, chunks=N"),
         (["--data.folder=/nowhere"], "holds no text that matches"),
         (["--resume"], "no checkpoint to resume from"),
         (["--model.num-heads=3"], "num_heads=3 does not divide hidden_size=16"),
