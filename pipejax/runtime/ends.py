@@ -74,6 +74,8 @@ class Ends:
 
     def unembed(self, dx: jax.Array, row: Row, grads: Any) -> Any:
         """Adds the embedding's gradients where B was of the first stage."""
+        if not jax.tree.leaves(grads):
+            return grads  # nothing in it is trained
         own = row["b_embed"] > 0
         spread = self.functions.spread("embed")
 

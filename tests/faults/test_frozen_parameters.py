@@ -152,3 +152,13 @@ def test_parameters_of_other_kinds_are_refused():
 def test_a_choice_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"trained chooses none of the parameters: embed\.table, "):
         make_pipeline(embed=EMBED, trained=lambda path: "adaptor" in path).init(jax.random.key(0), make_batch(8))
+
+
+def test_an_embedding_with_nothing_to_train_has_no_backward():
+    counts = []
+    for embed in (EMBED, INT8_TABLE):
+        pipe = make_pipeline(block=BLOCK, embed=embed)
+        pipe.describe(make_batch(8))
+        jaxpr = jax.make_jaxpr(pipe.value_and_grad)(pipe.structs, make_batch(8)).jaxpr
+        counts.append(sum(eqn.primitive.name == "while" for eqn in jaxprs.all_equations(jaxpr)))
+    assert counts[1] == counts[0] - 2  # one in each of the two phases with B
