@@ -4,6 +4,7 @@ See also test_tied_weights_sum_both_uses in tests/test_pipeline.py. A tied param
 is put into the head for a step.
 """
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from toy import HIDDEN, assert_gradients_close, make_batch, make_pipeline
 
 import pipejax as pj
 from pipejax import plain, train
+from pipejax.models import gpt
 
 TIE = {"head.table": "embed.table"}
 PLACES = {
@@ -122,6 +124,28 @@ def test_clipping_scales_every_stage_by_one_factor():
 def test_the_sum_of_both_uses_in_v_placement():
     pipe = make_pipeline(tied=TIE, num_layers=6, **PLACES["V"])
     batch = make_batch(8)
+    params = pipe.init(jax.random.key(0), batch)
+    _, grads = pipe.value_and_grad(params, batch)
+    assert_gradients_close(pipe.to_layers(grads), plain.value_and_grad(pipe, pipe.to_layers(params), batch)[1])
+
+
+def test_a_tied_table_that_is_cut_over_the_devices():
+    """13 words on 2 devices: each holds 7 rows, used by embedding and head at once, none of them twice."""
+    config = gpt.Config(vocab_size=13, hidden_size=8, num_heads=2, num_layers=2, max_length=6)
+    pipe = pj.Pipeline(
+        embed=functools.partial(gpt.Embed, config),
+        block=functools.partial(gpt.Block, config),
+        head=functools.partial(gpt.Head, config),
+        num_layers=2,
+        mesh=pj.make_mesh(pipe=2),
+        schedule=pj.schedules.OneFOneB(),
+        offload=pj.Offload.none(),
+        num_microbatches=2,
+        tied={"head.table": "embed.table"},
+        ring_fill=float("nan"),
+    )
+    tokens, targets = jax.random.randint(jax.random.key(1), (2, 4, 6), 0, 13)
+    batch = {"tokens": tokens, "targets": targets}
     params = pipe.init(jax.random.key(0), batch)
     _, grads = pipe.value_and_grad(params, batch)
     assert_gradients_close(pipe.to_layers(grads), plain.value_and_grad(pipe, pipe.to_layers(params), batch)[1])
