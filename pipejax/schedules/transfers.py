@@ -10,7 +10,6 @@ import dataclasses
 
 import numpy as np
 
-from pipejax.schedules.graph import rows_of
 from pipejax.schedules.schedule import Kind
 from pipejax.schedules.simulate import tables
 from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline, held_over_time
@@ -96,37 +95,6 @@ def plan(
         chosen = lane.choose(order, _turns(link, device, width), memory_limit, unit=1 / schedule.slices)
         moved.append(_rows(timeline, link, device, chosen, width))
     return dataclasses.replace(timeline, transfers=_sorted(np.concatenate(moved)))
-
-
-def plan_whole_ticks(timeline: Timeline) -> Timeline:
-    """Full offload as the pipeline's scan does it: at each tick the last tick's F leaves and the next tick's B comes.
-
-    Each transfer has a whole tick on a lane of its own direction; how fast the link is does not show.
-
-    Raises:
-      ValueError: the schedule is not in lockstep, or has a B less than two ticks after its F.
-    """
-    schedule = timeline.schedule
-    if not schedule.lockstep:
-        raise ValueError(f"{schedule.name} has no ticks; use plan(timeline, Link(...)).")
-    ticks = _ticks(timeline)
-    passes = schedule.passes
-    rows = rows_of(schedule)
-    forward, backward = (rows[kind].reshape(-1) for kind in (Kind.F, Kind.B))
-    if (passes["slot"][backward] - passes["slot"][forward] < 2).any():
-        raise ValueError(f"{schedule.name} leaves no tick for transfers; build it with transfer_ticks=2.")
-    moved = np.zeros((2, len(forward)), TRANSFER_DTYPE)
-    for direction, source, shift in ((Direction.OFFLOAD, forward, 1), (Direction.RELOAD, backward, -1)):
-        for name in ("device", "chunk", "microbatch", "slice"):
-            moved[direction][name] = passes[name][source]
-        moved[direction]["lane"] = moved[direction]["direction"] = direction
-        tick = passes["slot"][source] + shift
-        moved[direction]["start"], moved[direction]["stop"] = ticks[tick], ticks[tick + 1]
-    # Two ticks after its F a B leaves one tick for both ways: the ring is written first, then read.
-    same = moved[Direction.OFFLOAD]["start"] == moved[Direction.RELOAD]["start"]
-    middle = (moved[Direction.OFFLOAD]["start"] + moved[Direction.OFFLOAD]["stop"]) / 2
-    moved[Direction.OFFLOAD]["stop"][same] = moved[Direction.RELOAD]["start"][same] = middle[same]
-    return dataclasses.replace(timeline, transfers=_sorted(moved.reshape(-1)))
 
 
 def _sorted(transfers: np.ndarray) -> np.ndarray:
