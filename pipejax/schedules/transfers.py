@@ -7,6 +7,7 @@ An offload takes the earliest free place on its lane after F, a reload the lates
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -210,11 +211,22 @@ class _Lane:
     width: float
     lanes: int
 
+    # All activations by when they can leave and by when they must be back: sorted once, since `place` is called often.
+    @functools.cached_property
+    def first_ready(self) -> np.ndarray:
+        return np.argsort(self.ready, kind="stable")
+
+    @functools.cached_property
+    def first_needed(self) -> np.ndarray:
+        return np.argsort(self.needed, kind="stable")
+
     def place(self, index: np.ndarray, turns: _Turns) -> _Chosen | None:
         """The transfers of these activations, or None where some would come back before they have left."""
-        out, back = np.empty(len(index)), np.empty(len(index))
-        leave, come = np.argsort(self.ready[index], kind="stable"), np.argsort(self.needed[index], kind="stable")
-        ready, last = self.ready[index][leave], self.needed[index][come] - self.width
+        moves = np.zeros(len(self.ready), bool)
+        moves[index] = True
+        leave, come = self.first_ready[moves[self.first_ready]], self.first_needed[moves[self.first_needed]]
+        ready, last = self.ready[leave], self.needed[come] - self.width
+        out, back = np.empty(len(moves)), np.empty(len(moves))
         if self.lanes == 2:
             out[leave] = _each_after(ready / self.width) * self.width
             back[come] = _each_before(last / self.width) * self.width
@@ -229,6 +241,7 @@ class _Lane:
             free = _each_after(first - np.searchsorted(taken, first))  # counts places that are not taken
             place = free + np.searchsorted(taken - np.arange(len(taken)), free, side="right")
             out[leave], back[come] = turns.phase + self.width * place, turns.phase + self.width * taken
+        out, back = out[index], back[index]
         if (back < out + self.width - _SLACK).any():
             return None
         return _Chosen(index=index, out=out, back=back)
