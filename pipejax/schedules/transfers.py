@@ -17,6 +17,10 @@ from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline, held
 
 # How many starts of a lane's turns are tried within one round trip, the one with the lowest peak being taken.
 _PHASES = 12
+# Plans of so many activations in all get more added than the longest lifespans: all starts up to 2048 activations on a
+# device, then only those with the lowest peaks so far, and a few at least. That bounds the time for many slices.
+_EXTENDED = 2 * _PHASES * 2048
+_FEWEST_EXTENDED = 6
 # Adding what is left after the longest lifespans stops at batches of this share, which bounds the time for many passes.
 _SMALLEST_BATCH = 1 / 64
 # Times are sums of floats: this much is rounding.
@@ -249,15 +253,18 @@ class _Lane:
     def choose(self, order: np.ndarray, ways: list[_Turns], memory_limit: float | None, *, unit: float) -> _Chosen:
         """As many as fit of `order`, the first ones before the others, in the turns with the lowest peak."""
         fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
-        best, best_peak, best_turns = _NOTHING, np.inf, ways[0]
+        tried = []
         for turns in ways:
-            chosen = self._longest_prefix(fits, turns)
-            rest = fits[len(chosen.index) :]
-            # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
-            for candidate in (chosen, self._add(chosen, rest, turns)):
-                peak = self.peak(candidate, unit)
-                if (peak, -len(candidate.index)) < (best_peak, -len(best.index)):
-                    best, best_peak, best_turns = candidate, peak, turns
+            chosen = self._longest_prefix(fits, turns, guess=len(tried[-1][1].index) if tried else len(fits))
+            tried.append(((self.peak(chosen, unit), -len(chosen.index)), chosen, turns))
+        tried.sort(key=lambda each: each[0])
+        (best_peak, _), best, best_turns = tried[0]
+        # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
+        for _, chosen, turns in tried[: max(_EXTENDED // len(self.ready), _FEWEST_EXTENDED)]:
+            candidate = self._add(chosen, fits[len(chosen.index) :], turns)
+            peak = self.peak(candidate, unit)
+            if (peak, -len(candidate.index)) < (best_peak, -len(best.index)):
+                best, best_peak, best_turns = candidate, peak, turns
         if memory_limit is not None and best_peak <= memory_limit:
             return self._fewest(best, best_turns, memory_limit, unit)
         return best
@@ -270,15 +277,20 @@ class _Lane:
         end = np.concatenate([self.end[stay], chosen.out + self.width, self.end[chosen.index]])
         return float(held_over_time(begin, end, unit=unit)[1].max(initial=0.0))
 
-    def _longest_prefix(self, order: np.ndarray, turns: _Turns) -> _Chosen:
+    def _longest_prefix(self, order: np.ndarray, turns: _Turns, *, guess: int) -> _Chosen:
+        """The most of the first ones that fit; fewer always do, so steps that double from a guess find the number."""
         best, low, high = _NOTHING, 0, len(order) + 1
-        middle = len(order)
+        middle, stride = guess, 1
         while high - low > 1:
             if (found := self.place(order[:middle], turns)) is None:
                 high = middle
             else:
                 best, low = found, middle
-            middle = (low + high) // 2
+            if low == 0 or high == len(order) + 1:
+                middle = middle + stride if low == middle else middle - stride
+                stride *= 2
+            if not low < middle < high:
+                middle = (low + high) // 2
         return best
 
     def _add(self, chosen: _Chosen, rest: np.ndarray, turns: _Turns) -> _Chosen:
