@@ -115,9 +115,9 @@ class _State:
                 heapq.heappush(frees, (stop, device))
             heapq.heappush(events, (stop, device))
             # Whom it may have woken: the device of the next stage, where that is another one.
-            if kind != Kind.W and 0 <= (after := stage + (1 if kind == Kind.F else -1)) < self.stages:
-                if self.device[after] != device:
-                    heapq.heappush(events, (stop + self.costs.send, self.device[after]))
+            after = stage + (1 if kind == Kind.F else -1)
+            if kind != Kind.W and 0 <= after < self.stages and self.device[after] != device:
+                heapq.heappush(events, (stop + self.costs.send, self.device[after]))
 
     def _most_urgent(self, device: int, now: float) -> tuple[Kind, int] | None:
         """What runs next; None where nothing is ready or fits."""

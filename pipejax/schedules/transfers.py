@@ -253,7 +253,7 @@ class _Lane:
     def choose(self, order: np.ndarray, ways: list[_Turns], memory_limit: float | None, *, unit: float) -> _Chosen:
         """As many as fit of `order`, the first ones before the others, in the turns with the lowest peak."""
         fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
-        tried = []
+        tried: list[tuple[tuple[float, int], _Chosen, _Turns]] = []
         for turns in ways:
             chosen = self._longest_prefix(fits, turns, guess=len(tried[-1][1].index) if tried else len(fits))
             tried.append(((self.peak(chosen, unit), -len(chosen.index)), chosen, turns))

@@ -35,8 +35,8 @@ class Wave:
         check_size("wave", devices, microbatches)
         refuse_transfer_ticks("wave", transfer_ticks)
         placement = wave(devices, self.chunks)
-        # What is most urgent differs with size: microbatches in groups or in one stream, the F nearest to the loss first
-        # or the farthest. The farthest first only pays with few microbatches, and gets worse with each one more.
+        # What is most urgent differs with size: microbatches in groups or in one stream, the F nearest to the loss or
+        # the farthest. The farthest first only pays with few microbatches, and gets worse with each one more.
         few = microbatches <= _FEW * devices
         ways = [(group, True) for group in (devices, 2 * devices, None)]
         ways += [(group, False) for group in (devices, None)] if few else []

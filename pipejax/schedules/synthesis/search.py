@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipejax.schedules.check import ScheduleError, check
-from pipejax.schedules.graph import DeadlockError, edges, run_orders
+from pipejax.schedules.graph import DeadlockError, device_orders, edges, run_orders
 from pipejax.schedules.greedy import greedy
 from pipejax.schedules.names import NAMES, by_name
 from pipejax.schedules.refill import refill
 from pipejax.schedules.schedule import Kind, Schedule, looping, sort_passes, wave
-from pipejax.schedules.simulate import compact, device_orders, simulate
+from pipejax.schedules.simulate import compact, simulate
 from pipejax.schedules.synthesis.problem import Answer, Problem, lower_bound
 from pipejax.schedules.timeline import Timeline
 from pipejax.schedules.transfers import plan
