@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("synthesis")
     search.add_argument(
         "--synthesize",
-        type=float,
-        metavar="SECONDS",
-        help="instead of a named schedule, search so long for the shortest one within --memory-limit "
-        "(--offload auto lets it offload)",
+        type=int,
+        metavar="STEPS",
+        help="instead of a named schedule, try so many moves (such as 20000) to find the shortest one within "
+        "--memory-limit (--offload auto lets it offload)",
     )
     search.add_argument(
         "--prove", type=float, metavar="SECONDS", help="then let a solver look for a shorter one so long"
@@ -138,7 +138,7 @@ def _synthesize(arguments: argparse.Namespace) -> Timeline:
         costs=_costs(arguments),
         link=_link(arguments) if arguments.offload == AUTO else None,
     )
-    answer = synthesize(problem, seconds=arguments.synthesize)
+    answer = synthesize(problem, steps=arguments.synthesize)
     if arguments.prove is not None and not answer.optimal:
         answer = prove(problem, answer, seconds=arguments.prove)
     check_timeline(answer.timeline)

@@ -29,7 +29,6 @@ from pipejax.schedules.staggered import StaggeredOneFOneB as StaggeredOneFOneB
 from pipejax.schedules.timeline import Timeline as Timeline
 from pipejax.schedules.transfers import Link as Link
 from pipejax.schedules.transfers import plan as plan
-from pipejax.schedules.transfers import plan_whole_ticks as plan_whole_ticks
 from pipejax.schedules.v_family import ZBV as ZBV
 from pipejax.schedules.v_family import VHalf as VHalf
 from pipejax.schedules.v_family import VMin as VMin

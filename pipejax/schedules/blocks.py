@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
 
-from pipejax.schedules.schedule import PASS_DTYPE, Kind, Placement, Schedule, sort_passes
+from pipejax.schedules.schedule import PASS_DTYPE, Kind, Placement, Schedule, check_chunks, sort_passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked:
+    """What schedules with any number of chunks have in common.
+
+    Attributes:
+      chunks: v, chunks on each device.
+    """
+
+    chunks: int = 2
+
+    def __post_init__(self) -> None:
+        check_chunks(self.chunks)
 
 
 def from_slots(

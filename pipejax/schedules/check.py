@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipejax.schedules.graph import DeadlockError, device_orders, edges, run_orders
 from pipejax.schedules.schedule import IntArray, Kind, Schedule
 
 
@@ -25,11 +26,23 @@ def check(schedule: Schedule) -> None:
     A pass takes what another left in an earlier slot. In lockstep, a tick's F comes before its B and its B before its
     W on the same device, so these may share a slot.
 
+    Sends and receives may block until both sides are there. A schedule in dependency order runs even so, if each
+    device takes its sends and receives in the order of the senders' slots (ties by sender): that is one order for all,
+    so the two sides of the first one that is not done always get to it. Receives right before the pass that needs them
+    would not do, not even for 1F1B, where neighbours send to each other at the same time.
+
     Raises:
-      ScheduleError: "placement", "neighbours", "unknown pass", "double booking", "missing pass", "repeated pass" or
+      ScheduleError: "placement", "neighbours", "unknown pass", "double booking", "missing pass", "repeated pass";
+        "deadlock" where devices wait for each other in a circle, so that no slots can be right for their orders; else
         "dependency".
     """
-    _check_dependencies(schedule, check_complete(schedule))
+    slots = check_complete(schedule)
+    try:
+        _check_dependencies(schedule, slots)
+    except ScheduleError:
+        if not schedule.lockstep:
+            _check_deadlock(schedule)
+        raise
 
 
 def check_complete(schedule: Schedule) -> dict[Kind, IntArray]:
@@ -52,6 +65,31 @@ def describe(kind: int, microbatch: int, piece: int, chunk: int, *, slices: int)
     """A pass in words, such as "F of microbatch 3, chunk 1"."""
     cut = f", slice {piece}" if slices > 1 else ""
     return f"{Kind(kind).name} of microbatch {microbatch}{cut}, chunk {chunk}"
+
+
+def deadlock_error(schedule: Schedule, deadlock: DeadlockError) -> ScheduleError:
+    """What `check` and the simulator raise where devices wait for each other."""
+
+    def name(row: int) -> str:
+        p = schedule.passes[row]
+        return describe(p["kind"], p["microbatch"], p["slice"], p["chunk"], slices=schedule.slices)
+
+    circle = ", and ".join(
+        f"device {schedule.passes['device'][waiting]} cannot run {name(waiting)} before "
+        f"{name(source)} on device {schedule.passes['device'][source]}"
+        for waiting, source in deadlock.cycle[:4]
+    )
+    return ScheduleError(schedule, "deadlock", f"the devices wait for each other: {circle}")
+
+
+def _check_deadlock(schedule: Schedule) -> None:
+    count = len(schedule.passes)
+    before = edges(schedule).before.tolist()
+    try:
+        run_orders(device_orders(schedule), before, [[0.0, 0.0]] * count, [1.0] * count)
+    except DeadlockError as deadlock:
+        if len(deadlock.cycle) > 1:  # one device that waits for itself has its passes in the wrong order
+            raise deadlock_error(schedule, deadlock) from None
 
 
 def _name(schedule: Schedule, row: np.void) -> str:

@@ -12,25 +12,23 @@ import math
 
 import numpy as np
 
-from pipejax.schedules.blocks import from_slots, refuse_transfer_ticks
-from pipejax.schedules.schedule import Kind, Schedule, check_chunks, check_size, looping
+from pipejax.schedules.blocks import Chunked, from_slots, refuse_transfer_ticks
+from pipejax.schedules.schedule import Kind, Schedule, check_size, looping
 from pipejax.schedules.simulate import compact
 
 
 @dataclasses.dataclass(frozen=True)
-class GIS:
+class GIS(Chunked):
     """Grouped interleaved schedule: peak g (v - 1) + p - i chunk-activations on rank i for g >= ceil(p / 2).
 
     Attributes:
-      chunks: v, chunks on each device.
       group: g, microbatches that run a chunk before the next chunk's turn; None for as many as devices.
     """
 
-    chunks: int = 2
     group: int | None = None
 
     def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+        super().__post_init__()
         if self.group is not None and self.group < 1:
             raise ValueError(f"GIS: group is {self.group}; a group has one microbatch or more.")
 
@@ -43,17 +41,8 @@ class GIS:
 
 
 @dataclasses.dataclass(frozen=True)
-class GISH:
-    """GIS with groups of half the devices: about half of its activations for a longer bubble.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
-
-    chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+class GISH(Chunked):
+    """GIS with groups of half the devices: about half of its activations for a longer bubble."""
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""

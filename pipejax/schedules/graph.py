@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,12 @@ def edges(schedule: Schedule) -> Edges:
     device = schedule.passes["device"]
     far = (before != NONE) & (device[before] != device[:, None])
     return Edges(before=before, far=far)
+
+
+def device_orders(schedule: Schedule) -> list[range]:
+    """The rows of each device's passes, in the order in which it runs them."""
+    bounds = np.searchsorted(schedule.passes["device"], np.arange(schedule.devices + 1)).tolist()
+    return [range(lo, hi) for lo, hi in itertools.pairwise(bounds)]
 
 
 class DeadlockError(Exception):

@@ -100,14 +100,9 @@ class _State:
                 self.held[heapq.heappop(frees)[1]] -= 1
             if self.free[device] > now:
                 continue
-            able = [
-                (kind, stage)
-                for kind, stage in self.candidates[device]
-                if self.ready[kind][stage] <= now and (kind != Kind.F or self.held[device] < self.room[stage])
-            ]
-            if not able:
+            if (best := self._most_urgent(device, now)) is None:
                 continue
-            kind, stage = min(able, key=lambda which: len(self.stop[which[0]][which[1]]) // self.group)
+            kind, stage = best
             left -= 1
             stop = now + self.time[kind][stage]
             self.start[kind][stage, len(self.stop[kind][stage])] = now
@@ -119,9 +114,23 @@ class _State:
             if kind == self.last_kind:
                 heapq.heappush(frees, (stop, device))
             heapq.heappush(events, (stop, device))
-            for neighbour in (stage + 1, stage - 1):
-                if 0 <= neighbour < self.stages and self.device[neighbour] != device:
-                    heapq.heappush(events, (stop + self.costs.send, self.device[neighbour]))
+            # Whom it may have woken: the device of the next stage, where that is another one.
+            after = stage + (1 if kind == Kind.F else -1)
+            if kind != Kind.W and 0 <= after < self.stages and self.device[after] != device:
+                heapq.heappush(events, (stop + self.costs.send, self.device[after]))
+
+    def _most_urgent(self, device: int, now: float) -> tuple[Kind, int] | None:
+        """What runs next; None where nothing is ready or fits."""
+        best, earliest, held = None, self.microbatches, self.held[device]
+        for kind, stage in self.candidates[device]:
+            if self.ready[kind][stage] > now or (kind == Kind.F and held >= self.room[stage]):
+                continue
+            group = len(self.stop[kind][stage]) // self.group
+            if group < earliest:
+                best, earliest = (kind, stage), group
+                if group == 0:
+                    break
+        return best
 
     def _update(self, kind: Kind, stage: int) -> None:
         """What a pass that was just placed changes: the next of its own, and what waited for it."""

@@ -10,22 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from pipejax.schedules.blocks import Chunked
 from pipejax.schedules.gis import grouped
-from pipejax.schedules.schedule import Schedule, check_chunks
+from pipejax.schedules.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class PO:
-    """The uniform schedule, nothing offloaded.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
-
-    chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+class PO(Chunked):
+    """The uniform schedule, nothing offloaded."""
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
@@ -33,17 +25,8 @@ class PO:
 
 
 @dataclasses.dataclass(frozen=True)
-class POH:
-    """PO with the longer-lived half of the chunks in host memory: for k up to 2.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
-
-    chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+class POH(Chunked):
+    """PO with the longer-lived half of the chunks in host memory: for k up to 2."""
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
@@ -52,17 +35,8 @@ class POH:
 
 
 @dataclasses.dataclass(frozen=True)
-class POF:
-    """PO with all chunks in host memory: for k up to 1.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
-
-    chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+class POF(Chunked):
+    """PO with all chunks in host memory: for k up to 1."""
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""

@@ -7,8 +7,8 @@ from collections import deque
 import numpy as np
 
 from pipejax.schedules.blocks import from_slots
+from pipejax.schedules.graph import device_orders
 from pipejax.schedules.schedule import Kind, Schedule
-from pipejax.schedules.simulate import device_orders
 
 
 def refill(schedule: Schedule, limit: int) -> Schedule | None:

@@ -11,9 +11,8 @@ import heapq
 
 import numpy as np
 
-from pipejax.schedules.graph import NONE, edges, rows_of
+from pipejax.schedules.graph import NONE, device_orders, edges, rows_of
 from pipejax.schedules.schedule import Kind
-from pipejax.schedules.simulate import device_orders
 from pipejax.schedules.timeline import Direction, Timeline
 from pipejax.schedules.transfers import Link
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 
-from pipejax.schedules.check import ScheduleError, describe
+from pipejax.schedules.check import deadlock_error
 from pipejax.schedules.costs import UNIT, Costs
-from pipejax.schedules.graph import DeadlockError, edges, run_orders
+from pipejax.schedules.graph import DeadlockError, device_orders, edges, run_orders
 from pipejax.schedules.schedule import Kind, Schedule, sort_passes
 from pipejax.schedules.timeline import Timeline
 
@@ -67,12 +66,6 @@ def compact(schedule: Schedule) -> Schedule:
     return dataclasses.replace(schedule, passes=passes)
 
 
-def device_orders(schedule: Schedule) -> list[range]:
-    """The rows of each device's passes, in the order in which it runs them."""
-    bounds = np.searchsorted(schedule.passes["device"], np.arange(schedule.devices + 1)).tolist()
-    return [range(lo, hi) for lo, hi in itertools.pairwise(bounds)]
-
-
 def _as_soon_as_possible(schedule: Schedule, durations: np.ndarray, send: float) -> np.ndarray:
     need = edges(schedule)
     try:
@@ -83,7 +76,7 @@ def _as_soon_as_possible(schedule: Schedule, durations: np.ndarray, send: float)
             durations.tolist(),
         )
     except DeadlockError as deadlock:
-        raise _deadlock_error(schedule, deadlock) from None
+        raise deadlock_error(schedule, deadlock) from None
     return np.array(start)
 
 
@@ -94,19 +87,6 @@ def _in_ticks(schedule: Schedule, durations: np.ndarray, send: float) -> np.ndar
     np.maximum.at(longest, (passes["slot"], passes["kind"]), durations)
     stops = np.cumsum(longest.reshape(-1)).reshape(longest.shape) + send * np.arange(schedule.slots)[:, None]
     return (stops - longest)[passes["slot"], passes["kind"]]
-
-
-def _deadlock_error(schedule: Schedule, deadlock: DeadlockError) -> ScheduleError:
-    def name(row: int) -> str:
-        p = schedule.passes[row]
-        return describe(p["kind"], p["microbatch"], p["slice"], p["chunk"], slices=schedule.slices)
-
-    circle = ", and ".join(
-        f"device {schedule.passes['device'][waiting]} cannot run {name(waiting)} before "
-        f"{name(source)} on device {schedule.passes['device'][source]}"
-        for waiting, source in deadlock.cycle[:4]
-    )
-    return ScheduleError(schedule, "deadlock", f"the devices wait for each other: {circle}")
 
 
 def tables(schedule: Schedule, kind: Kind, values: np.ndarray) -> np.ndarray:

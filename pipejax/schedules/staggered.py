@@ -10,23 +10,16 @@ import dataclasses
 
 import numpy as np
 
-from pipejax.schedules.blocks import from_slots, refuse_transfer_ticks
-from pipejax.schedules.schedule import Kind, Schedule, check_chunks, check_size, looping
+from pipejax.schedules.blocks import Chunked, from_slots, refuse_transfer_ticks
+from pipejax.schedules.schedule import Kind, Schedule, check_size, looping
 from pipejax.schedules.simulate import compact
 
 
 @dataclasses.dataclass(frozen=True)
-class StaggeredGPipe:
-    """All forwards, then all backwards (arXiv 1811.06965), interleaved where `chunks` is above 1.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
+class StaggeredGPipe(Chunked):
+    """All forwards, then all backwards (arXiv 1811.06965), interleaved where `chunks` is above 1."""
 
     chunks: int = 1
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""
@@ -45,17 +38,8 @@ class StaggeredOneFOneB:
 
 
 @dataclasses.dataclass(frozen=True)
-class StaggeredInterleaved:
-    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473); peak v p + p - 1 chunk-activations.
-
-    Attributes:
-      chunks: v, chunks on each device.
-    """
-
-    chunks: int = 2
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunks)
+class StaggeredInterleaved(Chunked):
+    """Interleaved 1F1B (Megatron-LM, arXiv 2104.04473); peak v p + p - 1 chunk-activations."""
 
     def build(self, *, devices: int, microbatches: int, transfer_ticks: int = 0) -> Schedule:
         """The schedule for so many devices and microbatches; see `ScheduleSpec.build`."""

@@ -7,16 +7,20 @@ An offload takes the earliest free place on its lane after F, a reload the lates
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from pipejax.schedules.graph import rows_of
 from pipejax.schedules.schedule import Kind
 from pipejax.schedules.simulate import tables
 from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline, held_over_time
 
 # How many starts of a lane's turns are tried within one round trip, the one with the lowest peak being taken.
 _PHASES = 12
+# Plans of so many activations in all get more added than the longest lifespans: all starts up to 2048 activations on a
+# device, then only those with the lowest peaks so far, and a few at least. That bounds the time for many slices.
+_EXTENDED = 2 * _PHASES * 2048
+_FEWEST_EXTENDED = 6
 # Adding what is left after the longest lifespans stops at batches of this share, which bounds the time for many passes.
 _SMALLEST_BATCH = 1 / 64
 # Times are sums of floats: this much is rounding.
@@ -96,37 +100,6 @@ def plan(
         chosen = lane.choose(order, _turns(link, device, width), memory_limit, unit=1 / schedule.slices)
         moved.append(_rows(timeline, link, device, chosen, width))
     return dataclasses.replace(timeline, transfers=_sorted(np.concatenate(moved)))
-
-
-def plan_whole_ticks(timeline: Timeline) -> Timeline:
-    """Full offload as the pipeline's scan does it: at each tick the last tick's F leaves and the next tick's B comes.
-
-    Each transfer has a whole tick on a lane of its own direction; how fast the link is does not show.
-
-    Raises:
-      ValueError: the schedule is not in lockstep, or has a B less than two ticks after its F.
-    """
-    schedule = timeline.schedule
-    if not schedule.lockstep:
-        raise ValueError(f"{schedule.name} has no ticks; use plan(timeline, Link(...)).")
-    ticks = _ticks(timeline)
-    passes = schedule.passes
-    rows = rows_of(schedule)
-    forward, backward = (rows[kind].reshape(-1) for kind in (Kind.F, Kind.B))
-    if (passes["slot"][backward] - passes["slot"][forward] < 2).any():
-        raise ValueError(f"{schedule.name} leaves no tick for transfers; build it with transfer_ticks=2.")
-    moved = np.zeros((2, len(forward)), TRANSFER_DTYPE)
-    for direction, source, shift in ((Direction.OFFLOAD, forward, 1), (Direction.RELOAD, backward, -1)):
-        for name in ("device", "chunk", "microbatch", "slice"):
-            moved[direction][name] = passes[name][source]
-        moved[direction]["lane"] = moved[direction]["direction"] = direction
-        tick = passes["slot"][source] + shift
-        moved[direction]["start"], moved[direction]["stop"] = ticks[tick], ticks[tick + 1]
-    # Two ticks after its F a B leaves one tick for both ways: the ring is written first, then read.
-    same = moved[Direction.OFFLOAD]["start"] == moved[Direction.RELOAD]["start"]
-    middle = (moved[Direction.OFFLOAD]["start"] + moved[Direction.OFFLOAD]["stop"]) / 2
-    moved[Direction.OFFLOAD]["stop"][same] = moved[Direction.RELOAD]["start"][same] = middle[same]
-    return dataclasses.replace(timeline, transfers=_sorted(moved.reshape(-1)))
 
 
 def _sorted(transfers: np.ndarray) -> np.ndarray:
@@ -242,11 +215,22 @@ class _Lane:
     width: float
     lanes: int
 
+    # All activations by when they can leave and by when they must be back: sorted once, since `place` is called often.
+    @functools.cached_property
+    def first_ready(self) -> np.ndarray:
+        return np.argsort(self.ready, kind="stable")
+
+    @functools.cached_property
+    def first_needed(self) -> np.ndarray:
+        return np.argsort(self.needed, kind="stable")
+
     def place(self, index: np.ndarray, turns: _Turns) -> _Chosen | None:
         """The transfers of these activations, or None where some would come back before they have left."""
-        out, back = np.empty(len(index)), np.empty(len(index))
-        leave, come = np.argsort(self.ready[index], kind="stable"), np.argsort(self.needed[index], kind="stable")
-        ready, last = self.ready[index][leave], self.needed[index][come] - self.width
+        moves = np.zeros(len(self.ready), bool)
+        moves[index] = True
+        leave, come = self.first_ready[moves[self.first_ready]], self.first_needed[moves[self.first_needed]]
+        ready, last = self.ready[leave], self.needed[come] - self.width
+        out, back = np.empty(len(moves)), np.empty(len(moves))
         if self.lanes == 2:
             out[leave] = _each_after(ready / self.width) * self.width
             back[come] = _each_before(last / self.width) * self.width
@@ -261,6 +245,7 @@ class _Lane:
             free = _each_after(first - np.searchsorted(taken, first))  # counts places that are not taken
             place = free + np.searchsorted(taken - np.arange(len(taken)), free, side="right")
             out[leave], back[come] = turns.phase + self.width * place, turns.phase + self.width * taken
+        out, back = out[index], back[index]
         if (back < out + self.width - _SLACK).any():
             return None
         return _Chosen(index=index, out=out, back=back)
@@ -268,15 +253,18 @@ class _Lane:
     def choose(self, order: np.ndarray, ways: list[_Turns], memory_limit: float | None, *, unit: float) -> _Chosen:
         """As many as fit of `order`, the first ones before the others, in the turns with the lowest peak."""
         fits = order[self.needed[order] - self.ready[order] >= 2 * self.width - _SLACK]
-        best, best_peak, best_turns = _NOTHING, np.inf, ways[0]
+        tried: list[tuple[tuple[float, int], _Chosen, _Turns]] = []
         for turns in ways:
-            chosen = self._longest_prefix(fits, turns)
-            rest = fits[len(chosen.index) :]
-            # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
-            for candidate in (chosen, self._add(chosen, rest, turns)):
-                peak = self.peak(candidate, unit)
-                if (peak, -len(candidate.index)) < (best_peak, -len(best.index)):
-                    best, best_peak, best_turns = candidate, peak, turns
+            chosen = self._longest_prefix(fits, turns, guess=len(tried[-1][1].index) if tried else len(fits))
+            tried.append(((self.peak(chosen, unit), -len(chosen.index)), chosen, turns))
+        tried.sort(key=lambda each: each[0])
+        (best_peak, _), best, best_turns = tried[0]
+        # Late turns for all are worse than early ones for most: keep the prefix unless the rest helps.
+        for _, chosen, turns in tried[: max(_EXTENDED // len(self.ready), _FEWEST_EXTENDED)]:
+            candidate = self._add(chosen, fits[len(chosen.index) :], turns)
+            peak = self.peak(candidate, unit)
+            if (peak, -len(candidate.index)) < (best_peak, -len(best.index)):
+                best, best_peak, best_turns = candidate, peak, turns
         if memory_limit is not None and best_peak <= memory_limit:
             return self._fewest(best, best_turns, memory_limit, unit)
         return best
@@ -289,15 +277,20 @@ class _Lane:
         end = np.concatenate([self.end[stay], chosen.out + self.width, self.end[chosen.index]])
         return float(held_over_time(begin, end, unit=unit)[1].max(initial=0.0))
 
-    def _longest_prefix(self, order: np.ndarray, turns: _Turns) -> _Chosen:
+    def _longest_prefix(self, order: np.ndarray, turns: _Turns, *, guess: int) -> _Chosen:
+        """The most of the first ones that fit; fewer always do, so steps that double from a guess find the number."""
         best, low, high = _NOTHING, 0, len(order) + 1
-        middle = len(order)
+        middle, stride = guess, 1
         while high - low > 1:
             if (found := self.place(order[:middle], turns)) is None:
                 high = middle
             else:
                 best, low = found, middle
-            middle = (low + high) // 2
+            if low == 0 or high == len(order) + 1:
+                middle = middle + stride if low == middle else middle - stride
+                stride *= 2
+            if not low < middle < high:
+                middle = (low + high) // 2
         return best
 
     def _add(self, chosen: _Chosen, rest: np.ndarray, turns: _Turns) -> _Chosen:

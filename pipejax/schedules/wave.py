@@ -10,7 +10,7 @@ from pipejax.schedules.greedy import greedy
 from pipejax.schedules.schedule import Schedule, check_chunks, check_size, wave
 from pipejax.schedules.simulate import simulate
 
-_SMALL = 10_000  # forwards
+_FEW = 4  # microbatches for each device, up to which F's far from the loss may be the most urgent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,11 @@ class Wave:
         check_size("wave", devices, microbatches)
         refuse_transfer_ticks("wave", transfer_ticks)
         placement = wave(devices, self.chunks)
-        # What is most urgent differs with size: in waves or in one stream, the F nearest to the loss or farthest. Large
-        # schedules, where trying takes long, are built one way only, with up to a fifth more bubble than the best way.
-        small = devices * self.chunks * microbatches <= _SMALL
+        # What is most urgent differs with size: microbatches in groups or in one stream, the F nearest to the loss or
+        # the farthest. The farthest first only pays with few microbatches, and gets worse with each one more.
+        few = microbatches <= _FEW * devices
+        ways = [(group, True) for group in (devices, 2 * devices, None)]
+        ways += [(group, False) for group in (devices, None)] if few else []
         candidates = [
             greedy(
                 "wave",
@@ -50,7 +52,6 @@ class Wave:
                 deep_first=deep_first,
                 group=group,
             )
-            for group in ((devices, None) if small else (devices,))
-            for deep_first in ((True, False) if small else (True,))
+            for group, deep_first in ways
         ]
         return min(candidates, key=lambda schedule: simulate(schedule, self.costs).makespan)

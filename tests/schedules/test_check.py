@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pipejax.schedules import Interleaved, Kind, Placement, ScheduleError, check
+from pipejax.schedules import Interleaved, Kind, Placement, ScheduleError, by_name, check
 from pipejax.schedules.schedule import sort_passes
 
 
@@ -127,3 +127,27 @@ def test_backward_of_the_last_stage_may_share_its_forwards_tick_but_no_other_slo
     assert forward == backward
     with pytest.raises(ScheduleError, match="double booking"):
         check(dataclasses.replace(schedule, lockstep=False))
+
+
+def in_order(*orders):
+    """One chunk a device, each device's passes one a slot in the order written."""
+    schedule = by_name("zb-h1").build(devices=len(orders), microbatches=2)
+    passes = schedule.passes.copy()
+    for device, order in enumerate(orders):
+        for slot, text in enumerate(order.split()):
+            passes["slot"][find(passes, device=device, kind=Kind[text[0]], microbatch=int(text[1]))] = slot
+    return schedule, passes
+
+
+def test_devices_that_block_each_other_are_refused_as_a_deadlock():
+    # Device 0 sends F1 only after B0, device 1 sends B0's cotangent only after F1: no slots can be right.
+    schedule, passes = in_order("F0 B0 F1 B1 W0 W1", "F0 F1 B0 B1 W0 W1")
+    text = "device 0 cannot run B of microbatch 0, .* on device 1, and device 1 cannot run F of microbatch 1"
+    refuse(schedule, passes, "deadlock", text)
+
+
+def test_a_device_that_waits_for_itself_or_starts_early_is_no_deadlock():
+    schedule, passes = in_order("F0 F1 B0 B1 W0 W1", "F0 F1 W0 B0 B1 W1")
+    refuse(schedule, passes, "dependency", "on device 1 runs in slot 0, too early for F of microbatch 0")
+    schedule, passes = in_order("F0 F1 B0 B1 W0 W1", "F0 F1 B0 B1 W0 W1")
+    refuse(schedule, passes, "dependency", "on device 1 runs in slot 0, too early for F of microbatch 0")

@@ -122,3 +122,18 @@ def test_names_are_refused_with_the_names():
         by_name("po", group=2)
     with pytest.raises(ValueError, match="has no ticks to keep free for transfers"):
         by_name("gis").build(devices=2, microbatches=2, transfer_ticks=2)
+
+
+@pytest.mark.parametrize("chunks", [3, 4, 8])
+def test_a_longer_batch_never_costs_a_wave_more_than_its_share(chunks):
+    """The bubble as a share of all time falls with the microbatches, with no step where schedules become large."""
+    shares = []
+    for microbatches in (16, 32, 64, 128, 256):
+        timeline = simulate(by_name("wave", chunks=chunks).build(devices=16, microbatches=microbatches))
+        shares.append(timeline.bubble / timeline.makespan)
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_large_waves_are_built_as_well_as_small_ones():
+    timeline = simulate(by_name("wave", chunks=8).build(devices=32, microbatches=256))
+    assert timeline.bubble <= 412

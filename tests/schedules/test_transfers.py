@@ -7,10 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pipejax.schedules import GIS, POF, Interleaved, Link, ScheduleError, by_name, plan, simulate
+from pipejax.schedules import GIS, POF, Link, ScheduleError, by_name, plan, simulate
 from pipejax.schedules.check_timeline import check_timeline
 from pipejax.schedules.timeline import Direction
-from pipejax.schedules.transfers import plan_whole_ticks
 
 LINKS = [
     Link(k=k, lanes=lanes, shared=shared)
@@ -76,22 +75,6 @@ def test_host_memory_holds_what_has_left():
         assert timeline.memory(device, where="host")[1][-1] == 0
         assert timeline.memory(device)[1][-1] == 0
     assert (bare.peaks(where="host") == 0).all()
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8, 16])
-def test_whole_ticks_hold_four_chunks_however_deep_the_pipeline(devices):
-    schedule = Interleaved(chunks=2).build(devices=devices, microbatches=4 * devices, transfer_ticks=2)
-    timeline = plan_whole_ticks(simulate(schedule))
-    check_timeline(timeline)
-    assert timeline.peaks().max() == 4
-    assert timeline.offloaded_fraction == 1
-
-
-def test_whole_ticks_need_ticks():
-    with pytest.raises(ValueError, match="transfer_ticks=2"):
-        plan_whole_ticks(simulate(Interleaved().build(devices=4, microbatches=8)))
-    with pytest.raises(ValueError, match="has no ticks"):
-        plan_whole_ticks(simulate(GIS().build(devices=4, microbatches=8)))
 
 
 def broken(change):

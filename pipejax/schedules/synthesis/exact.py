@@ -18,9 +18,9 @@ import numpy as np
 from pipejax.schedules.blocks import from_slots
 from pipejax.schedules.check import ScheduleError
 from pipejax.schedules.check_timeline import check_timeline
-from pipejax.schedules.schedule import Kind, Placement
+from pipejax.schedules.schedule import Kind, Placement, looping, wave
 from pipejax.schedules.simulate import simulate
-from pipejax.schedules.synthesis.problem import Answer, Problem
+from pipejax.schedules.synthesis.problem import Answer, Problem, lower_bound
 from pipejax.schedules.timeline import TRANSFER_DTYPE, Direction, Timeline
 
 if TYPE_CHECKING:
@@ -33,30 +33,49 @@ _OUT, _BACK = 3, 4  # after the three kinds of pass
 def prove(problem: Problem, answer: Answer, *, seconds: float = 60.0) -> Answer:
     """Looks for a schedule that takes a step less, again and again, until there is none.
 
+    Looks at the placement of the answer, the looping one and the wave.
+
     Args:
       problem: what is asked for; its times must be multiples of a common step (at least a twelfth of a unit).
-      answer: a schedule to start from; its placement is kept.
+      answer: a schedule to start from.
       seconds: how long each look may take.
 
     Returns:
-      The best schedule found; `optimal` where the solver showed that no shorter one exists.
+      The best schedule found. It is `optimal` where the solver showed for each placement that no shorter one exists; if
+      time ran out for any, it is not, and `bound` is what is known.
 
     Raises:
       ValueError: times without a common step, or times that differ between stages.
     """
-    model = _Model(problem, answer.timeline.schedule.placement)
-    while answer.timeline.makespan > answer.bound + 1e-6:
+    size = problem.devices, problem.chunks
+    placements: list[Placement] = []
+    for placement in (answer.timeline.schedule.placement, looping(*size), wave(*size)):
+        if not any(np.array_equal(placement.stage, other.stage) for other in placements):
+            placements.append(placement)
+    open_bounds = []
+    for placement in placements:
+        answer, settled = _shorten(problem, answer, placement, seconds)
+        if not settled:
+            open_bounds.append(lower_bound(problem, placement))
+    bound = min([*open_bounds, answer.timeline.makespan])
+    return dataclasses.replace(answer, bound=bound, optimal=bound >= answer.timeline.makespan - 1e-6)
+
+
+def _shorten(problem: Problem, answer: Answer, placement: Placement, seconds: float) -> tuple[Answer, bool]:
+    """The best found with a placement or before, and whether that placement has none shorter."""
+    model, bound = _Model(problem, placement), lower_bound(problem, placement)
+    while answer.timeline.makespan > bound + 1e-6:
         target = int(np.ceil(answer.timeline.makespan * model.steps - 1e-6)) - 1
         result = model.solve(target, seconds)
         if result.status == 2:  # infeasible
-            return dataclasses.replace(answer, bound=answer.timeline.makespan, optimal=True)
+            return answer, True
         if result.x is None:
-            return answer
+            return answer, False
         timeline = model.timeline(np.rint(result.x), target)
         if timeline is None or timeline.makespan >= answer.timeline.makespan - 1e-9:
-            return answer
+            return answer, False
         answer = dataclasses.replace(answer, timeline=timeline, origin="exact")
-    return dataclasses.replace(answer, optimal=True)
+    return answer, True
 
 
 class _Model:

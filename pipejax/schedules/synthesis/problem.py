@@ -48,7 +48,7 @@ class Answer:
     Attributes:
       timeline: what was found.
       origin: the named schedule that it was found from, or "exact".
-      bound: no schedule of this placement can take less time.
+      bound: no schedule can take less time: of this placement, or after `prove` of this, the looping and the wave one.
       optimal: whether the answer is proved to take the least time.
     """
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import time
 from collections.abc import Iterator
 
 import numpy as np
 
 from pipejax.schedules.check import ScheduleError, check
-from pipejax.schedules.graph import DeadlockError, edges, run_orders
+from pipejax.schedules.graph import DeadlockError, device_orders, edges, run_orders
 from pipejax.schedules.greedy import greedy
 from pipejax.schedules.names import NAMES, by_name
 from pipejax.schedules.refill import refill
 from pipejax.schedules.schedule import Kind, Schedule, looping, sort_passes, wave
-from pipejax.schedules.simulate import compact, device_orders, simulate
+from pipejax.schedules.simulate import compact, simulate
 from pipejax.schedules.synthesis.problem import Answer, Problem, lower_bound
 from pipejax.schedules.timeline import Timeline
 from pipejax.schedules.transfers import plan
@@ -26,7 +25,7 @@ _ROUND = 4000  # moves of a round of annealing
 _HEAT = 0.6  # how much worse, in time, a move may make it at the start of a round (on average)
 
 
-def synthesize(problem: Problem, *, seconds: float = 10.0, seed: int = 0) -> Answer:
+def synthesize(problem: Problem, *, steps: int = 20_000, seed: int = 0) -> Answer:
     """The shortest schedule that the search finds within the memory limit.
 
     It starts from every named schedule that has so many chunks (B and W split where they are not), and from list
@@ -35,12 +34,15 @@ def synthesize(problem: Problem, *, seconds: float = 10.0, seed: int = 0) -> Ans
 
     Args:
       problem: what is asked for.
-      seconds: how long to search.
-      seed: of the random moves.
+      steps: how many moves to try in all. A number of moves, not a time, so that a busy machine changes no answer.
+        Thousands of moves take a second; with a link, tens, since each plans transfers.
+      seed: of the random moves; the same seed gives the same answer.
 
     Raises:
-      ValueError: nothing that it starts from stays within the limit.
+      ValueError: `steps` below 0, or nothing that it starts from stays within the limit.
     """
+    if steps < 0:
+        raise ValueError(f"synthesize: steps is {steps}; pass 0 or more moves.")
     starts = [(name, timeline) for name, timeline in candidates(problem)]
     if not starts:
         raise ValueError(
@@ -48,14 +50,15 @@ def synthesize(problem: Problem, *, seconds: float = 10.0, seed: int = 0) -> Ans
             f"{problem.memory_limit:g} chunk-activations; raise the limit, or lower k."
         )
     starts.sort(key=lambda start: start[1].makespan)
-    deadline = time.monotonic() + seconds
     best_name, best = starts[0]
-    tries = starts[:4]  # the best ones; a placement of its own each, where they differ
-    for index, (name, timeline) in enumerate(tries):
-        share = (deadline - time.monotonic()) / (len(tries) - index)
-        if not timeline.schedule.split_backward or timeline.schedule.slices > 1:
-            continue
-        improved = _Climb(problem, timeline, random.Random(seed)).run(time.monotonic() + share)
+    # The best ones that can be moved; a placement of its own each, where they differ.
+    tries = [
+        (name, timeline)
+        for name, timeline in starts[:4]
+        if timeline.schedule.split_backward and timeline.schedule.slices == 1
+    ]
+    for name, timeline in tries:
+        improved = _Climb(problem, timeline, random.Random(seed)).run(steps // len(tries))
         if improved.makespan < best.makespan - 1e-9:
             best_name, best = name, improved
     bound = lower_bound(problem, best.schedule.placement)
@@ -145,25 +148,26 @@ class _Climb:
         self.change = np.where(passes["kind"] == Kind.F, 1, np.where(passes["kind"] == Kind.W, -1, 0)).tolist()
         self.orders = [list(rows) for rows in device_orders(schedule)]
 
-    def run(self, deadline: float) -> Timeline:
-        """Rounds of simulated annealing, each from the best order so far, until the deadline."""
+    def run(self, steps: int) -> Timeline:
+        """Rounds of simulated annealing, each from the best order so far, for so many moves or up to the bound."""
         best, best_orders = self.first, [list(order) for order in self.orders]
         begin = self._score(best_orders)
-        while time.monotonic() < deadline:
-            orders, score = [list(order) for order in best_orders], begin
-            for step in range(_ROUND):
-                if step % 64 == 0 and time.monotonic() > deadline:
-                    break
-                heat = _HEAT * (1 - step / _ROUND) ** 2
-                if not self._move(orders) or (new := self._score(orders)) is None:
-                    self._undo(orders)
-                    continue
-                if score is not None and new[1] > score[1] - heat * math.log(self.rng.random() or 1.0):
-                    self._undo(orders)
-                    continue
-                score = new
-                if new[0] < best.makespan - 1e-9 and (found := self._timeline(orders)) is not None:
-                    best, best_orders, begin = found, [list(order) for order in orders], new
+        bound = lower_bound(self.problem, self.schedule.placement)
+        for step in range(steps):
+            if best.makespan <= bound + 1e-9:
+                break
+            if step % _ROUND == 0:
+                orders, score = [list(order) for order in best_orders], begin
+            heat = _HEAT * (1 - step % _ROUND / _ROUND) ** 2
+            if not self._move(orders) or (new := self._score(orders)) is None:
+                self._undo(orders)
+                continue
+            if score is not None and new[1] > score[1] - heat * math.log(self.rng.random() or 1.0):
+                self._undo(orders)
+                continue
+            score = new
+            if new[0] < best.makespan - 1e-9 and (found := self._timeline(orders)) is not None:
+                best, best_orders, begin = found, [list(order) for order in orders], new
         return best
 
     def _move(self, orders: list[list[int]]) -> bool:
