@@ -75,13 +75,14 @@ class Embed(nnx.Module):
         self.table = nnx.Param(_normal(config.init_std)(rngs.params(), (config.vocab_size, config.hidden_size)))
         self.positions = nnx.Param(_normal(config.init_std)(rngs.params(), (config.max_length, config.hidden_size)))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.dtype = config.dtype
+        self.vocab_size, self.dtype = config.vocab_size, config.dtype
 
     def __call__(self, batch: Any, *, axis: Axis = None) -> jax.Array:
         """batch["tokens"] int32 [b, s] (and "positions" int32 [b, s], if given) → [b, s, h]."""
         tokens = batch["tokens"]
         positions = batch.get("positions", jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
-        x = lookup(self.table[...], tokens, self.dtype, axis) + self.positions[...][positions].astype(self.dtype)
+        x = lookup(self.table[...], tokens, self.vocab_size, self.dtype, axis)
+        x = x + self.positions[...][positions].astype(self.dtype)
         return self.dropout(x)
 
 

@@ -85,11 +85,11 @@ class Embed(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         shape = (config.vocab_size, config.hidden_size)
         self.table = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
-        self.dtype = config.dtype
+        self.vocab_size, self.dtype = config.vocab_size, config.dtype
 
     def __call__(self, batch: Any, *, axis: Axis = None) -> jax.Array:
         """batch["tokens"] int32 [b, s] → [b, s, h]."""
-        return lookup(self.table[...], batch["tokens"], self.dtype, axis)
+        return lookup(self.table[...], batch["tokens"], self.vocab_size, self.dtype, axis)
 
 
 class Block(nnx.Module):

@@ -22,37 +22,37 @@ BLOCK_LOGITS = 2**26  # logits of a block of tokens: 256 MiB in float32
 Axis = str | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def lookup(table: jax.Array, tokens: jax.Array, dtype: Any, axis: Axis) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def lookup(table: jax.Array, tokens: jax.Array, vocab_size: int, dtype: Any, axis: Axis) -> jax.Array:
     """Rows of a table.
 
     Args:
-      table: float [rows, h]; with an axis, this device's rows.
-      tokens: int32 [...], the same on all devices.
+      table: float [rows, h]; with an axis, this device's rows, those from vocab_size on being no tokens.
+      tokens: int32 [...], the same on all devices. One that is not in 0 ... vocab_size - 1 gives zeros, and no
+        gradient, however the table is cut.
+      vocab_size: tokens.
       dtype: of the result.
       axis: mesh axis over whose devices the rows are spread, in order; None for a whole table.
 
     Returns:
       [..., h], the same on all devices.
     """
-    rows = tokens - _first_row(table, axis)
-    if axis is None:
-        return table[rows].astype(dtype)
-    here = (rows >= 0) & (rows < table.shape[0])
+    rows, here = _own_rows(table, tokens, vocab_size, axis)
     found = jnp.where(here[..., None], table[jnp.where(here, rows, 0)].astype(dtype), jnp.zeros((), dtype))
-    return lax.psum(found, axis)  # exact in any dtype: all devices but one add zeros
+    return found if axis is None else lax.psum(found, axis)  # exact in any dtype: all devices but one add zeros
 
 
-def _lookup_forward(table: jax.Array, tokens: jax.Array, dtype: Any, axis: Axis) -> tuple[jax.Array, Any]:
-    return lookup(table, tokens, dtype, axis), (table, tokens)
+def _lookup_forward(
+    table: jax.Array, tokens: jax.Array, vocab_size: int, dtype: Any, axis: Axis
+) -> tuple[jax.Array, Any]:
+    return lookup(table, tokens, vocab_size, dtype, axis), (table, tokens)
 
 
-def _lookup_backward(dtype: Any, axis: Axis, residuals: Any, dx: jax.Array) -> tuple[jax.Array, None]:
+def _lookup_backward(vocab_size: int, dtype: Any, axis: Axis, residuals: Any, dx: jax.Array) -> tuple[jax.Array, None]:
     del dtype
     table, tokens = residuals
-    rows = tokens - _first_row(table, axis)
-    # A negative index would count from the end.
-    rows = jnp.where(rows < 0, table.shape[0], rows)
+    rows, here = _own_rows(table, tokens, vocab_size, axis)
+    rows = jnp.where(here, rows, table.shape[0])  # out of bounds: dropped
     return jnp.zeros_like(table).at[rows].add(dx.astype(table.dtype), mode="drop"), None
 
 
@@ -73,7 +73,7 @@ def token_loss(
 
     Returns:
       The summed loss in nats and the summed weight, float32 scalars. The gradient of x is summed over devices in x's
-      dtype, as tensor parallelism does.
+      dtype, as tensor parallelism does. The loss has no gradient with respect to the weights: zeros.
     """
     targets = batch["targets"].reshape(-1)
     weights = batch.get("weights")
@@ -86,7 +86,7 @@ def token_loss(
 def _summed_loss(
     x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis
 ) -> jax.Array:
-    rows = table.astype(x.dtype)
+    rows = _rows_of_tokens(table, x.dtype, vocab_size, axis)
 
     def block(total: jax.Array, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, targets, weights = item
@@ -99,11 +99,11 @@ def _loss_forward(
     x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, vocab_size: int, axis: Axis
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The loss, and its gradients for a cotangent of one."""
-    rows = table.astype(x.dtype)
+    rows = _rows_of_tokens(table, x.dtype, vocab_size, axis)
 
-    Totals = tuple[jax.Array, jax.Array]
-
-    def block(totals: Totals, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Totals, jax.Array]:
+    def block(
+        totals: tuple[jax.Array, jax.Array], item: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         loss, dtable = totals
         x, targets, weights = item
         added, dlogits = _block_loss(rows, x, targets, weights, vocab_size, axis)
@@ -119,7 +119,8 @@ def _loss_forward(
 
 def _loss_backward(vocab_size: int, axis: Axis, gradients: Any, cotangent: jax.Array) -> Any:
     del vocab_size, axis
-    dx, dtable = (grad * cotangent.astype(grad.dtype) for grad in gradients)
+    # In float32: a cotangent such as 1 / 7 rounded to bf16 would scale every gradient of the model by 0.998.
+    dx, dtable = ((grad.astype(jnp.float32) * cotangent).astype(grad.dtype) for grad in gradients)
     return dx, dtable, None, None
 
 
@@ -145,19 +146,39 @@ def _block_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """The loss sum of a block of tokens, and the cotangent of its logits [tokens, rows] in float32."""
     logits = jnp.einsum("th,vh->tv", x, rows, preferred_element_type=jnp.float32)
-    first = _first_row(rows, axis)
-    columns = first + jnp.arange(rows.shape[0], dtype=jnp.int32)
-    if axis is not None:
+    columns = _first_row(rows, axis) + jnp.arange(rows.shape[0], dtype=jnp.int32)
+    hit = columns == targets[:, None]
+    if _is_padded(rows, vocab_size, axis):
+        hit &= columns < vocab_size  # a target that is no token, of weight 0, may be the number of such a row
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     largest = jnp.max(logits, axis=-1)
     if axis is not None:
         largest = lax.pmax(largest, axis)
     exponentials = jnp.exp(logits - largest[:, None])
-    hit = columns == targets[:, None]
     sums = jnp.sum(exponentials, axis=-1), jnp.sum(jnp.where(hit, logits, 0), axis=-1)
     total, target = sums if axis is None else lax.psum(sums, axis)
     loss = jnp.sum((jnp.log(total) + largest - target) * weights)
     return loss, (exponentials / total[:, None] - hit.astype(jnp.float32)) * weights[:, None]
+
+
+def _rows_of_tokens(table: jax.Array, dtype: Any, vocab_size: int, axis: Axis) -> jax.Array:
+    """The rows in the dtype of products, those that are no tokens zero: 0 times what they hold could be NaN."""
+    rows = table.astype(dtype)
+    if not _is_padded(table, vocab_size, axis):
+        return rows
+    is_token = _first_row(table, axis) + jnp.arange(table.shape[0], dtype=jnp.int32) < vocab_size
+    return jnp.where(is_token[:, None], rows, jnp.zeros((), dtype))
+
+
+def _is_padded(table: jax.Array, vocab_size: int, axis: Axis) -> bool:
+    """Whether any device has rows that are no tokens."""
+    return table.shape[0] * (1 if axis is None else lax.axis_size(axis)) > vocab_size
+
+
+def _own_rows(table: jax.Array, tokens: jax.Array, vocab_size: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
+    """Where in this device's rows the tokens stand, and whether they do."""
+    rows = tokens - _first_row(table, axis)
+    return rows, (rows >= 0) & (rows < table.shape[0]) & (tokens < vocab_size)
 
 
 def _first_row(table: jax.Array, axis: Axis) -> jax.Array:

@@ -85,7 +85,7 @@ def test_lookup_over_devices(devices, vocab):
     tokens = batch["tokens"]
 
     def device(rows, dx, tokens):
-        found, vjp = jax.vjp(lambda rows: lookup(rows, tokens, jnp.float32, "pipe"), rows)
+        found, vjp = jax.vjp(lambda rows: lookup(rows, tokens, vocab, jnp.float32, "pipe"), rows)
         return each(found), vjp(dx)[0]
 
     found, dtable = over_devices(device, devices, vocab, (ROWS, ROWS))(table, x, tokens)
