@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import linen, nnx
+from flax.errors import ScopeParamShapeError
 
 Tree = Any
 
@@ -27,13 +28,21 @@ class Part:
       split: dot paths of parameters that are cut along their first axis over the pipeline's devices, such as tables by
         vocabulary. `apply` then takes the keyword `axis`: None for whole parameters; or the name of the mesh axis, on
         every device of which it runs at once, with that device's rows of each such parameter (rows of zeros fill up
-        the last shares) and otherwise equal arguments, and returns the same whole result on all. Flax modules say it by
-        a class attribute `split_parameters`, and take `axis` in their call.
+        the last shares) and otherwise equal arguments, and returns the same whole result on all. Its `jax.vjp` for one
+        cotangent, the same on all, gives the gradient of that device's rows, and of everything else the whole gradient
+        on all. Flax modules say it by a class attribute `split_parameters`, and take `axis` in their call; a linen
+        module then asks for so many rows as `jax.lax.axis_size(axis)` devices leave it, rounded up.
+
+    Raises:
+      ValueError: `split` is a string, or `apply` does not take `axis` though something is split.
     """
 
     init: Callable[..., Tree]
     apply: Callable[..., Any]
     split: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_split("pj.Part", self.split, "apply", self.apply)
 
 
 def as_part(module: Any, role: str) -> Part:
@@ -53,7 +62,7 @@ def as_part(module: Any, role: str) -> Part:
         return Part(
             init=functools.partial(_linen_init, module, role),
             apply=functools.partial(_linen_apply, module),
-            split=_split(module),
+            split=_split(module, role),
         )
     if isinstance(module, type) and issubclass(module, linen.Module):
         raise ValueError(f"{role}: {module.__name__} is a linen class; pass an instance of it.")
@@ -78,8 +87,26 @@ def _linen_init(module: linen.Module, role: str, key: jax.Array, *inputs: Any) -
     return linen.meta.unbox(variables.get("params", {}))
 
 
-def _split(module: Any) -> tuple[str, ...]:
-    return tuple(getattr(module, "split_parameters", ()))
+def _split(module: Any, role: str) -> tuple[str, ...]:
+    paths = getattr(module, "split_parameters", ())
+    if paths:
+        _check_split(f"{role}: {type(module).__name__}", paths, "__call__", module.__call__)
+    return tuple(paths)
+
+
+def _check_split(who: str, paths: Any, name: str, function: Callable[..., Any]) -> None:
+    if isinstance(paths, str):
+        raise ValueError(f"{who} splits the string {paths!r}; name parameters in a tuple, as in ({paths!r},).")
+    if paths and not _takes(function, "axis"):
+        raise ValueError(
+            f"{who} splits {', '.join(paths)} over devices, but its {name} does not take the keyword `axis`, which "
+            "names them; add it (None means whole parameters), or split nothing."
+        )
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(item.kind is item.VAR_KEYWORD for item in parameters.values())
 
 
 def _linen_apply(
@@ -87,7 +114,15 @@ def _linen_apply(
 ) -> Any:
     rngs = None if key is None else {"dropout": key}
     extra = _deterministic(module, method, key is None)
-    return module.apply({"params": params}, *inputs, rngs=rngs, method=method, **extra, **axis)  # type: ignore[arg-type]
+    try:
+        return module.apply({"params": params}, *inputs, rngs=rngs, method=method, **extra, **axis)  # type: ignore[arg-type]
+    except ScopeParamShapeError as error:
+        if axis.get("axis") is None:
+            raise
+        raise ValueError(
+            f"{type(module).__name__} asks for whole parameters though `axis` is given; let it ask for "
+            f"-(-rows // jax.lax.axis_size(axis)) rows of those that it splits. flax says: {error}"
+        ) from error
 
 
 def _deterministic(module: linen.Module, method: str | None, value: bool) -> dict[str, bool]:
@@ -132,7 +167,7 @@ def _nnx_part(factory: Callable[..., nnx.Module], role: str) -> Part:
         (module.eval if key is None else module.train)()
         return (getattr(module, method) if method else module)(*inputs, **axis)
 
-    return Part(init=init, apply=apply, split=_split(abstract))
+    return Part(init=init, apply=apply, split=_split(abstract, role))
 
 
 def _arrays_made(module: nnx.Module) -> set[str]:

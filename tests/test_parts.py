@@ -12,7 +12,9 @@ from toy import EMBED, HEAD, HIDDEN, assert_gradients_close, make_batch, make_pi
 
 import pipejax as pj
 from pipejax import plain
+from pipejax.models.vocabulary import token_loss
 
+WORDS = 17  # not divided by 2 devices
 X = jax.random.normal(jax.random.key(0), (2, 5, HIDDEN))
 
 
@@ -159,6 +161,86 @@ def test_shared_layers_integers_and_streams_of_any_name():
     noisy = [part.apply(params, jax.random.key(seed), X, {}) for seed in (1, 1, 2)]
     np.testing.assert_array_equal(noisy[0], noisy[1])
     assert not np.allclose(noisy[0], noisy[2])
+
+
+class NnxHead(nnx.Module):
+    split_parameters = ("inner.table",)
+
+    def __init__(self, *, rngs):
+        self.inner = nnx.Module()
+        self.inner.table = nnx.Param(jax.random.normal(rngs.params(), (WORDS, HIDDEN)))
+
+    def __call__(self, x, batch, *, axis=None):
+        return token_loss(x, self.inner.table[...], batch, vocab_size=WORDS, axis=axis)
+
+
+class LinenHead(linen.Module):
+    split_parameters = ("table",)
+
+    @linen.compact
+    def __call__(self, x, batch, deterministic, axis=None):
+        rows = WORDS if axis is None else -(-WORDS // jax.lax.axis_size(axis))
+        table = self.param("table", linen.initializers.normal(1.0), (rows, HIDDEN))
+        return token_loss(x, table, batch, vocab_size=WORDS, axis=axis)
+
+
+def _plain_head(params, key, x, batch, axis=None):
+    return token_loss(x, params["table"], batch, vocab_size=WORDS, axis=axis)
+
+
+HEADS = {
+    "nnx": NnxHead,
+    "linen": LinenHead(),
+    "plain": pj.Part(
+        init=lambda key, *_: {"table": jax.random.normal(key, (WORDS, HIDDEN))}, apply=_plain_head, split=("table",)
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_parts_whose_parameters_are_cut_over_devices(head):
+    """Parameters are made whole, whoever made the part; its functions take any share of them."""
+    pipe = make_pipeline(embed=EMBED, block=BLOCKS["nnx"], head=head, num_layers=2)
+    part, batch = pipe.head, make_batch(8)
+    whole = part.init(jax.random.key(0), X, make_batch(2))
+    assert [leaf.shape for leaf in jax.tree.leaves(whole)] == [(WORDS, HIDDEN)]
+    params = pipe.init(jax.random.key(0), batch)
+    loss, grads = pipe.value_and_grad(params, batch)
+    expected, wanted = plain.value_and_grad(pipe, pipe.to_layers(params), batch)
+    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-6)
+    assert_gradients_close(pipe.to_layers(grads), wanted)
+
+
+class NoAxis(NnxHead):
+    def __call__(self, x, batch):
+        return super().__call__(x, batch)
+
+
+class StringSplit(NnxHead):
+    split_parameters = "table"
+
+
+class LinenWhole(linen.Module):
+    split_parameters = ("table",)
+
+    @linen.compact
+    def __call__(self, x, batch, axis=None):
+        return x @ self.param("table", linen.initializers.normal(1.0), (WORDS, HIDDEN))
+
+
+def test_splits_that_cannot_work_are_refused_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^head: NoAxis splits inner\.table over devices, but its __call__ does not"):
+        pj.as_part(NoAxis, "head")
+    with pytest.raises(ValueError, match=r"^head: StringSplit splits the string 'table'; .* as in \('table',\)\.$"):
+        pj.as_part(StringSplit, "head")
+    with pytest.raises(ValueError, match=r"^pj\.Part splits table over devices, but its apply does not take"):
+        pj.Part(init=lambda key: {}, apply=lambda params, key, x, batch: x, split=("table",))
+    part = pj.as_part(LinenWhole(), "head")
+    with pytest.raises(ValueError, match=r"^LinenWhole asks for whole parameters though `axis` is given; let it ask"):
+        jax.eval_shape(
+            lambda table: part.apply({"table": table}, None, X, {}, axis="pipe"),
+            jax.ShapeDtypeStruct((3, HIDDEN), jnp.float32),
+        )
 
 
 def test_nothing_is_allocated_to_know_a_module():
