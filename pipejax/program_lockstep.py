@@ -67,7 +67,7 @@ def build(
     table = Table(schedule, schedule.slots)
     table.place("f", f)
     table.place("b", b)
-    forward, backward = (table.columns[f"{letter}_valid"].any(axis=0) for letter in "fb")
+    forward, backward = (np.asarray(table.columns[f"{letter}_valid"].any(axis=0)) for letter in "fb")
     partial = offload and wanted is not None
     phases = _phases(forward, backward, offload=offload and not partial)
     parts = moving = host = 0
