@@ -74,8 +74,8 @@ class Offload:
       first_chunks: how many chunks of each device move, those whose activations live longest; None for as many as the
         schedule says, or all.
       share: of those chunks' activations, how many move, the longest-lived first; above 0 and at most 1.
-      k: the time of a round trip of a chunk's activations over that of its passes, which paces the transfers of
-        staggered schedules; None paces them by what has to move.
+      k: the time of a round trip of a chunk's activations over that of its passes, which paces the transfers where
+        not all activations of a lockstep schedule move; None paces them by what has to move.
     """
 
     saved: tuple[str, ...] | None = ()

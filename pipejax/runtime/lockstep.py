@@ -154,7 +154,7 @@ class Lockstep(Step):
         x = state["forward"]
         params = pick(self.local.layers, f.chunk, position)
         y, aux, values = self.layer.forward(params, x, f.batch, pick(f.keys, position), midway=midway)
-        there = self._holds_a_layer(f.chunk, position)
+        there = self.holds_a_layer(f.chunk, position)
         state = {
             **state,
             "forward": y if self.local.uniform else jnp.where(there, y, x),
@@ -182,7 +182,7 @@ class Lockstep(Step):
         dy = state["backward"]
         params, keys = pick(self.local.layers, b.chunk, position), pick(b.keys, position)
         dx, stash = self.split.backward(params, values, dy, b.batch, keys, midway=midway)
-        there = self._holds_a_layer(b.chunk, position)
+        there = self.holds_a_layer(b.chunk, position)
         dx = dx if self.local.uniform else jnp.where(there, dx, dy)
 
         # Weight gradients come after dx, whatever XLA would choose: F's send ends and B's own starts here, and in a
@@ -195,7 +195,3 @@ class Lockstep(Step):
             state = ahead({**state, "host": host})
         dparams = self.split.weights(params, values, stash, b.batch, keys)
         return self.add_gradients(state, dparams, b.chunk, position, b.valid & there)
-
-    def _holds_a_layer(self, chunk: jax.Array, position: Any) -> jax.Array:
-        """False where the position is a filler: other devices run a layer meanwhile, so skipping it saves no time."""
-        return position < self.local.chunk_layers[chunk]

@@ -81,7 +81,7 @@ class Staggered(StepInParts):
     def _forward(self, state: State, row: Row, f: Pass, position: Any, midway: Midway | None) -> State:
         params, keys = pick(self.local.layers, f.chunk, position), pick(f.keys, position)
         y, aux, values = self.layer.forward(params, state["forward"], f.batch, keys, midway=midway)
-        there = self._holds_a_layer(f, position)
+        there = self.holds_a_layer(f.chunk, position)
         state["forward"] = jnp.where(there, y, state["forward"])
         state["loss"] += jnp.where(there, aux, 0)
         self.store_residuals(state, row, position, values)
@@ -91,7 +91,7 @@ class Staggered(StepInParts):
         params, keys = pick(self.local.layers, b.chunk, position), pick(b.keys, position)
         values = self.load_residuals(state, row, "b", position)
         dx, stash = self.split.backward(params, values, state["backward"], b.batch, keys, midway=midway)
-        state["backward"] = jnp.where(self._holds_a_layer(b, position), dx, state["backward"])
+        state["backward"] = jnp.where(self.holds_a_layer(b.chunk, position), dx, state["backward"])
         state["stash"] = each(
             lambda ring, value: rings.store(ring, value, row["stash_store"], position), state["stash"], stash
         )
@@ -102,7 +102,7 @@ class Staggered(StepInParts):
         values = self.load_residuals(state, row, "w", position)
         stash = pick(state["stash"], row["w_stash"], position)
         dparams = self.split.weights(params, values, stash, w.batch, keys, midway=midway)
-        return self.add_gradients(state, dparams, w.chunk, position, self._holds_a_layer(w, position))
+        return self.add_gradients(state, dparams, w.chunk, position, self.holds_a_layer(w.chunk, position))
 
     def _backward_and_weights(self, state: State, row: Row, b: Pass, position: Any, midway: Midway | None) -> State:
         """One pass of both, where the schedule does not split them: a tick has one round of transfers."""
@@ -110,10 +110,7 @@ class Staggered(StepInParts):
         values = self.load_residuals(state, row, "b", position)
         dx, stash = self.split.backward(params, values, state["backward"], b.batch, keys, midway=midway)
         dx, stash = lax.optimization_barrier((dx, stash))
-        there = self._holds_a_layer(b, position)
+        there = self.holds_a_layer(b.chunk, position)
         state["backward"] = jnp.where(there, dx, state["backward"])
         dparams = self.split.weights(params, values, stash, b.batch, keys)
         return self.add_gradients(state, dparams, b.chunk, position, there)
-
-    def _holds_a_layer(self, work: Pass, position: Any) -> jax.Array:
-        return position < self.local.chunk_layers[work.chunk]

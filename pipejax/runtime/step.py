@@ -136,6 +136,10 @@ class Step:
         x, ring = rings.load(state["x"], row["f_source"])
         return self.ends.embed(x, row), {**state, "x": ring}
 
+    def holds_a_layer(self, chunk: jax.Array, position: Any) -> jax.Array:
+        """False where the position is a filler: other devices run a layer meanwhile, so skipping it saves no time."""
+        return position < self.local.chunk_layers[chunk]
+
     def send_forward(self, state: State, row: Row, y: jax.Array) -> State:
         """Hands F's output to the device of the next stage."""
         return {**state, "x": self._send(state["x"], y, row, "f", self.program.forward_ways)}

@@ -98,10 +98,11 @@ def test_no_ring_is_copied(offload):
 
 
 def test_no_tick_with_forward_and_backward_stages_a_residual():
-    """The loop that runs nearly all of the time copies no leaf on its way to or from the host."""
+    """The loop that runs nearly all of the time copies no leaf on its way to or from the host, only an arrival."""
     report, _ = compiled()
     (both,) = (section for section in report.sections if len(sends(section)) == 2)
-    assert [copy for copy in both.copies if copy.bytes > RESIDUAL_BYTES / 8] == []
+    large = [copy.shape for copy in both.copies if copy.bytes > 2**20]
+    assert large == [f"bf16[1,1,{LENGTH},{HIDDEN}]"]  # one slot of the arrivals; no residual has that shape
 
 
 def test_each_residual_is_written_once_and_read_once():
